@@ -27,13 +27,13 @@ class GlobalBatch:
     Attributes:
         micro_batches: columns as tensors [B, ...]; columns that are not numeric as lists of B Python objects.
         num_samples: rows of each micro-batch that count. 0 marks a repeated row, which only keeps the ranks in step.
-        global_num_samples: rows of the update over all ranks.
+        global_num_samples: rows of the update over all ranks; None if only a collective could tell.
         name_rows: returns the ids of the rows that count, in order.
     """
 
     micro_batches: Sequence[dict[str, Any]]
     num_samples: Sequence[int]
-    global_num_samples: int
+    global_num_samples: int | None
     name_rows: Callable[[], Sequence[str]]
 
     def row_ids(self) -> list[Sequence[str]]:
@@ -125,7 +125,7 @@ class ShardBuffers:
             for name in rows
         }
         return [
-            GlobalBatch(_cut_all(columns, end - sum(each.sizes), each.sizes), each.sizes, each.global_num_samples, of)
+            GlobalBatch(cut_all(columns, end - sum(each.sizes), each.sizes), each.sizes, each.global_num_samples, of)
             for each, end, of in zip(batches, ends, names, strict=True)
         ]
 
@@ -202,7 +202,7 @@ def gather_column(
     return tensor
 
 
-def _cut_all(columns: dict[str, Any], first: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
+def cut_all(columns: dict[str, Any], first: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
     """Return micro-batches of these sizes from row `first` on.
 
     One is empty only if the rank has fewer rows than micro-batches: it repeats the previous row.

@@ -19,7 +19,7 @@ STDLIB = set(sys.stdlib_module_names) | {"__future__"}
 ALLOWED = {
     "trainer": {"torch", "numpy", "xxhash"},
     "datasets": {
-        *("ray.data", "ray.exceptions", "ray.get", "ray.is_initialized"),
+        *("ray.cloudpickle", "ray.data", "ray.exceptions", "ray.get", "ray.is_initialized"),
         *("pyarrow", "numpy", "torch", "fsspec", "xxhash"),
     },
     "orchestrator": {

@@ -25,6 +25,11 @@ def as_stream(data: Any) -> BatchStream:
         return LoaderStream(data)
     if not isinstance(data, (str, bytes, Mapping)) and (isinstance(data, Iterable) or callable(data)):
         return IterableStream(data)
+    if hasattr(data, "iter_torch_batches"):
+        raise ConfigError(
+            f"cannot read batches from a {type(data).__name__} of Ray Data by itself: return RayDataset(dataset), from "
+            "headway.datasets.formats.ray_dataset"
+        )
     raise ConfigError(
         f"cannot read batches from a {type(data).__name__}: use a torch DataLoader, a Headway stream, any iterable of "
         "batches, or a function that returns one"

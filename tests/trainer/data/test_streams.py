@@ -813,3 +813,11 @@ def test_an_error_while_reading_names_the_rows(num_workers: int) -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         list(stream.epoch(2))
     assert caught.value.__notes__[-1] == "raised while a DataLoader read the rows 4, 5, 6, 7 of its dataset, in epoch 2"
+
+
+def test_a_dataset_of_ray_data_is_told_what_to_return() -> None:
+    class Dataset:
+        def iter_torch_batches(self) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"return RayDataset\(dataset\), from headway.datasets.formats.ray_dataset"):
+        as_stream(Dataset())

@@ -27,13 +27,13 @@ class GlobalBatch:
     Attributes:
         micro_batches: columns as tensors [B, ...]; columns that are not numeric as lists of B Python objects.
         num_samples: rows of each micro-batch that count. 0 marks a repeated row, which only keeps the ranks in step.
-        global_num_samples: rows of the update over all ranks; None if only a collective could tell.
+        global_num_samples: rows of the update over all ranks.
         name_rows: returns the ids of the rows that count, in order.
     """
 
     micro_batches: Sequence[dict[str, Any]]
     num_samples: Sequence[int]
-    global_num_samples: int | None
+    global_num_samples: int
     name_rows: Callable[[], Sequence[str]]
 
     def row_ids(self) -> list[Sequence[str]]:

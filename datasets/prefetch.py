@@ -164,7 +164,6 @@ class Prefetcher:
             if copied is not None:
                 _wait_for_copy(batches, copied)
             for batch in batches:
-                assert batch.global_num_samples is not None
                 offset += batch.global_num_samples
                 self.next_position = epoch, offset
                 yield batch

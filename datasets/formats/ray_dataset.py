@@ -20,8 +20,8 @@ class RayDataset:
     """Train on a `ray.data.Dataset`, or on a part of one that `ray.train.get_dataset_shard` returns.
 
     Return it from `configure_dataloaders`. Every rank must create the same dataset; the first one starts it for all,
-    with `streaming_split`, so that each row is read by one rank. In training all ranks get equally many rows, and what
-    does not fill a global batch is left out, so at most one global batch and one row per rank of an epoch.
+    with `streaming_split`, so that each row is read by one rank. All ranks get equally many rows, so fewer rows than
+    there are ranks are left out, also in an evaluation. In training, rows that do not fill the last global batch are left out as well.
 
     Ray Data decides which rank gets which rows, so the guarantee is "epoch": a resumed run repeats its epoch. Every
     epoch executes the dataset again: call `random_shuffle()` on it for another order.
@@ -73,15 +73,11 @@ class RayDataset:
         """Return None: the number is unknown before the rows are read."""
 
     def epoch(self, epoch: int, *, offset: int = 0) -> Iterator[GlobalBatch]:
-        """Yield this rank's part of every global batch of an epoch, from its start.
-
-        In an evaluation the ranks may have different numbers of batches.
-        """
+        """Yield this rank's part of every global batch of an epoch, from its start; the same number on every rank."""
         shard = self._shard
         assert shard is not None, "setup(shard) must be called first"
         size, micro = shard.global_batch_size, shard.micro_batch_size
         per_rank = size // shard.world_size if size is not None else micro
-        known = shard.training or shard.world_size == 1
         for columns in self._own.iter_batches(
             batch_size=per_rank,
             batch_format="numpy",
@@ -92,8 +88,7 @@ class RayDataset:
             positions = np.arange(rows)
             gathered = {name: gather_column([(each, positions)], rows, False) for name, each in columns.items()}
             sizes = split_evenly(rows, -(-rows // (micro or rows)))
-            total = rows * shard.world_size if known else None
-            yield GlobalBatch(cut_all(gathered, 0, sizes), sizes, total, lambda: ())
+            yield GlobalBatch(cut_all(gathered, 0, sizes), sizes, rows * shard.world_size, lambda: ())
 
     def close(self) -> None:
         """Do nothing: an abandoned execution ends when its iterator is deleted."""
@@ -111,7 +106,7 @@ class RayDataset:
             )
         box: list[Any] = [None]
         if shard.rank == 0:
-            parts = self._dataset.streaming_split(shard.world_size, equal=shard.training)
+            parts = self._dataset.streaming_split(shard.world_size, equal=True)
             box = [[cloudpickle.dumps(part) for part in parts]]
         torch.distributed.broadcast_object_list(box, src=0)
         return cloudpickle.loads(box[0][shard.rank])

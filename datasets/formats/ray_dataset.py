@@ -21,7 +21,8 @@ class RayDataset:
 
     Return it from `configure_dataloaders`. Every rank must create the same dataset; the first one starts it for all,
     with `streaming_split`, so that each row is read by one rank. All ranks get equally many rows, so fewer rows than
-    there are ranks are left out, also in an evaluation. In training, rows that do not fill the last global batch are left out as well.
+    there are ranks are left out, also in an evaluation. In training, rows that do not fill the last global batch are
+    left out as well.
 
     Ray Data decides which rank gets which rows, so the guarantee is "epoch": a resumed run repeats its epoch. Every
     epoch executes the dataset again: call `random_shuffle()` on it for another order.

@@ -28,6 +28,7 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Trains the run `tiny` in this process up to an update, where it is interrupted; returns the result, and what was
     shown."""
     monkeypatch.setattr(connect, "ray_connection", lambda *_, **__: nullcontext(True))
+    monkeypatch.setattr(connect, "unused_gpus", lambda _: None)
 
     def begin(until: int, **options: Any) -> tuple[RunResult, str]:
         def train(experiment: Any, run: Any, *, resume_options: Any, verbose: bool, **_: Any) -> Any:

@@ -92,7 +92,7 @@ def _train_on_ranks(world: World, folder: str, rows: str, pretrained: str | None
 @pytest.mark.extended
 def test_the_example_as_a_program(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE)], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, str(EXAMPLE)], cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("completed: loss ")

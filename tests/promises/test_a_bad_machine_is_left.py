@@ -53,8 +53,8 @@ def test_a_lost_machine_is_called_that_and_the_run_resumes(several_machines: Any
         tmp_path, "", workers=2, pause_s=0.1, retries=Retries(max_failures=0),
         checkpoint=CheckpointConfig(every="5 steps"),
     )  # fmt: skip
-    nodes = several_machines.list_all_nodes()
     several_machines.add_node(num_cpus=1)
+    nodes = several_machines.list_all_nodes()
 
     def remove() -> None:
         wait_for(lambda: any(each["step"] >= 8 for each in read_records(f"{faulty.run_dir}/metrics.jsonl")))

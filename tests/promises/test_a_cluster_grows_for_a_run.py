@@ -102,7 +102,7 @@ def wait_until(holds: Callable[[], bool], driver: subprocess.Popen[str] | None =
 def status(port: int) -> str:
     """Return the autoscaler's report, to understand a failure."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "status", "--verbose", f"--address=127.0.0.1:{port}"]
-    shown = subprocess.run(command, env=heads.environment(), capture_output=True, text=True, check=False, timeout=100)
+    shown = subprocess.run(command, env=heads.environment(), capture_output=True, text=True, check=False, timeout=300)
     return shown.stdout + shown.stderr
 
 

@@ -74,7 +74,7 @@ def test_a_sweep_waits_for_its_first_machine_and_takes_the_second_one(
             cluster.add_node(num_cpus=1)
             wait_for(lambda: trains("trial-001"))
             (sweep_dir / "go-on").touch()
-            driver.wait(timeout=100)
+            driver.wait(timeout=300)
         finally:
             driver.kill()
     assert driver.returncode == 0, printed.read_text()

@@ -40,7 +40,7 @@ def _python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env={**environment, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         check=False,
     )
 

@@ -99,7 +99,7 @@ def digest(project: Path) -> str:
     command = ["headway.orchestrator", "--storage", "runs", "checkpoints", "digest", "digits", "--json"]
     done = subprocess.run(
         [sys.executable, "-m", *command],
-        cwd=project, env=environment(), capture_output=True, text=True, timeout=120, check=False,
+        cwd=project, env=environment(), capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     ((name, value),) = json.loads(done.stdout)["digests"].items()

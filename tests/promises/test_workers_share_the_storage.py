@@ -70,7 +70,7 @@ def test_a_worker_that_does_not_share_the_storage_is_named(monkeypatch: pytest.M
             ray.shutdown()
         driver = subprocess.run(
             [sys.executable, "-m", "headway.orchestrator", "fit", "apart.py"],
-            cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
+            cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False,
             env={**os.environ, "RAY_ADDRESS": cluster.address},
         )  # fmt: skip
     printed = driver.stdout + driver.stderr

@@ -457,7 +457,7 @@ def test_threads_may_replace_one_file_at_once(tmp_path: Path) -> None:
 
 def test_threads_that_write_one_file_do_not_take_each_others_temporary_file(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path))
-    both_have_written = threading.Barrier(2, timeout=30)
+    both_have_written = threading.Barrier(2, timeout=300)
     replace = Path.replace
 
     def wait_and_replace(self: Path, target: Path) -> Path:

@@ -23,7 +23,6 @@ PARTS = (
     "search",
     "records",
     "heartbeats",
-    "reporting",
 )
 
 

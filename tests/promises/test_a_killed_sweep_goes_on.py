@@ -25,6 +25,9 @@ from headway.trainer.trackers.jsonl import read_records
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
 
+# Each takes half a minute on a busy machine.
+DRIVERS = int(os.environ.get("HEADWAY_KILLED_DRIVERS", "4"))
+
 TARGET = """
 import time
 from pathlib import Path
@@ -176,15 +179,14 @@ def test_a_sweep_is_killed_and_so_is_a_trial(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.extended
-def test_ten_drivers_killed_at_random_lose_nothing_of_a_searcher(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.timeout(1800)
+def test_drivers_killed_at_random_lose_nothing_of_a_searcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "digits.py").write_text(DIGITS)
     (tmp_path / "slow").touch()
     sweep_dir = tmp_path / "runs/sweep"
     generator = random.Random(17)
     finished: dict[str, str] = {}
-    for _ in range(10):
+    for _ in range(DRIVERS):
         kill_while_trials_train(tmp_path, sweep_dir, generator.uniform(0.0, 1.5))
         finished.update(
             {

@@ -34,7 +34,7 @@ def prepare_data(
 @data_app.command("show")
 def show_data(
     path: Annotated[
-        str, typer.Argument(metavar="PATH", help="Parquet, JSON Lines, tars or images: file, folder, glob, URI.")
+        str, typer.Argument(metavar="PATH", help="Parquet, JSON Lines, tars, images: file, folder, glob, URI.")
     ],
     row: Annotated[str | None, typer.Option(help='Row to show, e.g. "a.parquet[3]:17".')] = None,
     columns: Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -33,6 +34,10 @@ os.environ.update(
     # Otherwise its workers would have a lower priority than other pytest-xdist workers.
     RAY_worker_niceness="0",
 )
+
+# A shell ignores Ctrl-C for what it starts in the background, and the programs that tests interrupt would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The models of the tests are tiny: more threads only wait for each other.
 torch.set_num_threads(1)

@@ -210,7 +210,7 @@ def test_drivers_killed_at_random_lose_nothing_of_a_searcher(tmp_path: Path, mon
     # What had finished was not touched again, and what had not began where it was.
     assert {name: (sweep_dir / name / "run.json").read_text() for name in finished} == finished
     assert any(len(events(sweep_dir / trial.name, "training")) > 1 for trial in results.trials)
-    # Each trial is as good as one that nobody killed, and so is the best.
+    # Each trial is as good as one that was not killed, and so is the best.
     monkeypatch.chdir(tmp_path)
     experiment, search = resolve_search("digits.py", [])
     alone = {}
@@ -224,7 +224,7 @@ def test_drivers_killed_at_random_lose_nothing_of_a_searcher(tmp_path: Path, mon
 
 
 def start_sweep(folder: Path, target: str) -> subprocess.Popen[bytes]:
-    """Start a sweep with a Ray of its own."""
+    """Start a sweep in another process, which starts Ray itself."""
     with (folder / "printed.txt").open("w") as file:
         return subprocess.Popen(
             [sys.executable, "-m", "headway.orchestrator", "sweep", target],

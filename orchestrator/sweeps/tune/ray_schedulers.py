@@ -49,7 +49,7 @@ class NotPickled:
 class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
     """Stops trials through their runs, so that they save a checkpoint first; limits how many run concurrently.
 
-    Ray's schedulers decide; each bracket of `HyperBand` has one of its own.
+    Ray's schedulers decide, one for each bracket of `HyperBand`.
 
     Args:
         search: the search.

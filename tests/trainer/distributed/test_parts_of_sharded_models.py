@@ -16,7 +16,7 @@ from tests.trainer.distributed.test_parallelize import _config
 
 
 class Holder(nn.Module):
-    """Two networks in one module that nobody calls, one of them frozen."""
+    """Two networks in one module that is never called, one of them frozen."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from .arrow import Rows
 from .errors import DataError
 from .formats import images, jsonl, webdataset
+from .formats.base import RowSource
 from .formats.images import Images
 from .formats.jsonl import JsonLines
 from .formats.webdataset import WebDataset
@@ -19,6 +22,8 @@ from .paths import SUFFIXES, PathLike, Paths, absolute, find_all, nearest
 from .row_groups import read_group
 from .sources import Parquet, Source
 
+# Fragments that are read for statistics, at most.
+_SAMPLE_FRAGMENTS = 8
 _INDEXED = (*jsonl.SUFFIXES, *webdataset.SUFFIXES, *images.SUFFIXES)
 
 
@@ -34,6 +39,8 @@ class Description:
         fingerprint: changes when the data changes.
         first_row: {column: value} of the first row.
         unit: what a fragment is.
+        lengths: {column: (least, median, greatest)} of the characters of texts, or of the items of lists, that differ.
+        sampled_rows: rows whose lengths were measured, in fragments from all over the data.
     """
 
     path: str
@@ -45,6 +52,8 @@ class Description:
     fingerprint: str
     first_row: dict[str, Any]
     unit: str = "row groups"
+    lengths: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    sampled_rows: int = 0
 
     def __str__(self) -> str:
         width = max(len(name) for name in self.columns)
@@ -59,6 +68,11 @@ class Description:
         kind = max(len(each) for each in self.columns.values())
         for name, each in self.columns.items():
             lines.append(f"    {name:<{width}}  {each:<{kind}}  {_short(self.first_row[name])}")
+        if self.lengths:
+            lines.append(f"  lengths in {self.sampled_rows:,} rows (least, median, greatest)")
+            lines += [
+                f"    {name:<{width}}  {', '.join(f'{each:,}' for each in some)}" for name, some in self.lengths.items()
+            ]
         return "\n".join(lines)
 
 
@@ -84,6 +98,7 @@ def describe(path: Paths, *, columns: Sequence[str] | None = None, index: PathLi
         first = _first(rows)
         found = find_all(path, suffixes=_INDEXED)
         sizes = [int(each.fs.size(each.inner)) for each in found]
+    lengths, sampled_rows = ({}, 0) if isinstance(data, Images) else _lengths(source)
     return Description(
         path=str(data),
         rows=source.rows,
@@ -94,7 +109,41 @@ def describe(path: Paths, *, columns: Sequence[str] | None = None, index: PathLi
         fingerprint=source.fingerprint,
         first_row=first,
         unit="row groups" if isinstance(source, Source) else "fragments",
+        lengths=lengths,
+        sampled_rows=sampled_rows,
     )
+
+
+def _lengths(source: RowSource) -> tuple[dict[str, tuple[int, int, int]], int]:
+    """Return the lengths of texts and lists in a sample of fragments, and how many rows it has."""
+    count = len(source.fragment_rows)
+    found: dict[str, list[int]] = {}
+    sampled = sorted({each * count // _SAMPLE_FRAGMENTS for each in range(_SAMPLE_FRAGMENTS)})
+    for index in sampled:
+        if isinstance(source, Source):
+            for name, lengths_of in _measures(source.schema).items():
+                column = read_group(source.fragment(index)._replace(columns=(name,))).column(name)
+                found.setdefault(name, []).extend(lengths_of(column).drop_null().to_pylist())
+            continue
+        for name, values in source.fragment(index).read().items():
+            found.setdefault(name, []).extend(len(each) for each in values if isinstance(each, str | np.ndarray))
+    lengths = {
+        name: (min(each), int(np.median(each)), max(each))
+        for name, each in found.items()
+        if each and len(set(each)) > 1
+    }
+    return lengths, int(source.fragment_rows[sampled].sum())
+
+
+def _measures(schema: pa.Schema) -> dict[str, Callable[[Any], Any]]:
+    """Return the function that measures each column with texts or lists of any length."""
+    found: dict[str, Callable[[Any], Any]] = {}
+    for each in schema:
+        if pa.types.is_string(each.type) or pa.types.is_large_string(each.type):
+            found[each.name] = pc.utf8_length
+        elif pa.types.is_list(each.type) or pa.types.is_large_list(each.type):
+            found[each.name] = pc.list_value_length
+    return found
 
 
 def _format_of(

@@ -107,11 +107,11 @@ class Images:
         """Return the names of the images, relative to the folder and sorted, and the sizes of their files."""
         try:
             fs, root = fsspec.core.url_to_fs(str(self))
-            if not fs.isdir(root):
-                raise DataError(f"{self} is not a folder: Images needs one with a folder of images for each class")
-            found = fs.find(root, detail=True)
+            found = fs.find(root, detail=True) if fs.isdir(root) else None
         except (ImportError, ValueError, OSError) as error:
             raise DataError(f"cannot read {self}: {type(error).__name__}: {error}") from error
+        if found is None:
+            raise DataError(f"{self} is not a folder: Images needs one with a folder of images for each class")
         sizes = {posixpath.relpath(path, root): int(about["size"]) for path, about in found.items()}
         # As for other formats, names that begin with a dot or an underscore are metadata.
         names = sorted(

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 from typer.testing import CliRunner
@@ -29,6 +31,17 @@ def test_json_lines_are_described(tmp_path: Path) -> None:
     assert read_row(tmp_path, "a.jsonl:18", columns=["n"], index=tmp_path / "index") == {"n": 17}
     with pytest.raises(DataError, match="no row 'a.jsonl:31'; the id of its first row is \"a.jsonl:1\""):
         read_row(tmp_path, "a.jsonl:31", index=tmp_path / "index")
+
+
+def test_lengths_of_texts_and_lists_are_shown(tmp_path: Path) -> None:
+    rows = [{"text": "a" * row, "tokens": [1] * (row % 3), "n": row} for row in range(1, 12)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = describe(tmp_path, index=tmp_path / "index")
+    assert shown.lengths == {"text": (1, 6, 11), "tokens": (0, 1, 2)}
+    assert shown.sampled_rows == 11
+    assert "lengths in 11 rows (least, median, greatest)" in str(shown)
+    pq.write_table(pa.table({"text": ["ab", None, "abcd"], "n": [1, None, 3]}), tmp_path / "b.parquet")
+    assert describe(tmp_path / "b.parquet").lengths == {"text": (2, 3, 4)}
 
 
 def test_tars_are_described(tmp_path: Path) -> None:

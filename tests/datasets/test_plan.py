@@ -238,3 +238,13 @@ def test_default_shards_is_the_divisor_nearest_to_32(global_batch_size: int, sha
 def test_shards_that_do_not_fit_are_refused(shards: int, global_batch_size: int, world_size: int, message: str) -> None:
     with pytest.raises(DataError, match=message):
         check_shards(shards, global_batch_size=global_batch_size, world_size=world_size)
+
+
+def test_rows_move_by_a_third_of_the_epoch_and_those_of_a_row_group_stay_together() -> None:
+    plan = EpochPlan(np.full(400, 256), 0, 0, shards=32)
+    fragments, rows = np.array(plan.locate(0, plan.rows)).T
+    moved = np.abs(256 * fragments + rows - np.arange(plan.rows)) / plan.rows
+    assert abs(moved.mean() - 1 / 3) < 0.02
+    spans = [np.ptp(np.flatnonzero(fragments == each)) for each in range(0, 400, 20)]
+    assert np.median(spans) < 256 * 32
+    assert {len(set(fragments[at : at + 256])) for at in range(0, plan.rows - 256, 2560)} <= set(range(1, 33))

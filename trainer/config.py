@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, Self, TypeVar, get_args
@@ -18,6 +19,7 @@ Precision = Literal["fp32", "bf16", "fp16", "bf16-true"]
 NonFinite = Literal["raise", "skip", "retry"]
 ChangedData = Literal["raise", "reset"]
 ActivationCheckpointing = Literal["none", "full", "selective"]
+_BACKEND = re.compile(r"[a-z]\w*|[a-z]\w*:[a-z]\w*(,[a-z]\w*:[a-z]\w*)*")
 
 MAY_CHANGE = (
     "max_epochs", "max_steps", "max_samples", "max_tokens", "log_every", "grad_norm_groups", "evaluate_every",
@@ -132,6 +134,10 @@ class ParallelConfig(_NamesTheNearest):
             "selective" also keeps the results of matrix products, convolutions and attention.
         cpu_offload: keeps parameter shards, their gradients and the optimizer state in CPU memory, where the optimizer
             then runs; for "fsdp" and "hsdp". Saves GPU memory, and is considerably slower.
+        backend: of `torch.distributed`: "nccl", "gloo", "xccl" (Intel XPU), "hccl" (Gaudi, Ascend) or another that a
+            package registers, also by type of device, as in "cpu:gloo,cuda:nccl". Ranks then train on the accelerator
+            that `torch.accelerator` names, if the backend serves it. None: NCCL on NVIDIA and AMD GPUs, else Gloo.
+            Ignored for an existing process group.
         timeout: of collectives: a rank that has waited this long for others fails. Ignored for an existing process
             group.
         step_timeout: the same after the first update of an attempt, which may have to compile and connect. Must cover
@@ -155,6 +161,7 @@ class ParallelConfig(_NamesTheNearest):
     keep_compile_cache: bool = True
     activation_checkpointing: ActivationCheckpointing = "none"
     cpu_offload: bool = False
+    backend: str | None = None
     timeout: Duration = Duration(1800, "seconds")
     step_timeout: Duration | None = None
 
@@ -162,6 +169,11 @@ class ParallelConfig(_NamesTheNearest):
         _one_of("strategy", self.strategy, Strategy)
         _one_of("activation_checkpointing", self.activation_checkpointing, ActivationCheckpointing)
         _strings(self, "shard_modules", "class names")
+        if self.backend is not None and (type(self.backend) is not str or not _BACKEND.fullmatch(self.backend)):
+            raise ConfigError(
+                'backend must be a name such as "nccl", or names by type of device such as "cpu:gloo,cuda:nccl", got '
+                f"{self.backend!r}"
+            )
         if self.no_sync not in (None, True, False):
             raise ConfigError(f"no_sync must be True, False or None, got {self.no_sync!r}")
         _positive("dp_replicate", self.dp_replicate)

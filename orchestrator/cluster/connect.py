@@ -85,7 +85,7 @@ def _check_machine(scaling: Scaling) -> None:
     if scaling.gpus_per_worker or evaluation.get("GPU"):
         import torch
 
-        there = torch.cuda.device_count()
+        there = torch.cuda.device_count() or torch.xpu.device_count()  # Ray counts both as GPUs
         each = scaling.gpus_per_worker or 0
         needed = each * workers + evaluation.get("GPU", 0)
         if needed > there:

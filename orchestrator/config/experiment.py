@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from headway.trainer.config import TrainerConfig
 from headway.trainer.distributed.mesh_sizes import MeshSizes
+from headway.trainer.distributed.world import check_backend, device_types
 from headway.trainer.errors import ConfigError
 from headway.trainer.loop.progress import Duration
 from headway.trainer.trainer import Trainer
@@ -21,6 +22,8 @@ _SHORTEST_HANG_S = 10
 _Placement = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 # Ray reserves this much of an accelerator type for a worker that must be on a machine with it.
 _SOME = 0.001
+RAYS_BACKENDS = ("hccl", "tpu_dist")
+"""Backends whose packages Ray Train loads in the workers, so that the driver need not know them."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -33,10 +36,12 @@ class Scaling:
             workers as fit, and rescales when machines are added or lost. Global batch, schedule and data order do
             not change.
         cpus_per_worker: CPUs that a worker reserves, and its torch threads; below 1, workers share a CPU.
-        gpus_per_worker: GPUs that a worker reserves; with GPUs, ranks communicate by NCCL instead of Gloo. None: in
-            `fit`, 1 if the machine or the connected cluster has a GPU for each worker when the run starts, else 0. Set
-            it for a cluster that starts machines with GPUs on demand.
-        resources_per_worker: other resources that a worker reserves, by Ray's names: "memory" in bytes, or custom.
+        gpus_per_worker: GPUs that a worker reserves; with GPUs, ranks communicate by NCCL instead of Gloo. Set
+            `config.parallel.backend` for Intel GPUs. None: in `fit`, 1 if the machine or the connected cluster has a
+            GPU for each worker when the run starts, else 0. Set it for a cluster that starts machines with GPUs on
+            demand.
+        resources_per_worker: other resources that a worker reserves, by Ray's names: "memory" in bytes, an accelerator
+            such as "HPU", "NPU" or "TPU" together with `config.parallel.backend`, or custom.
         accelerator_type: the GPU that each worker needs, by Ray's name for it, such as "H100".
         placement_strategy: how Ray places the workers: "PACK", "SPREAD", "STRICT_PACK" (one node) or "STRICT_SPREAD"
             (a node each).
@@ -250,12 +255,33 @@ class Experiment:
         if not isinstance(self.storage, (str, Path)) or not str(self.storage):
             raise ConfigError(f"storage must be a folder or a URI, got {self.storage!r}")
         object.__setattr__(self, "storage", absolute(self.storage))
+        if self.config.parallel.backend is not None:
+            self._check_backend(self.config.parallel.backend)
         if self.scaling.evaluation_worker is not None:
             self._check_evaluation_worker()
         if self.scaling.is_elastic:
             self._check_elastic()
         else:
             MeshSizes.of(self.config.parallel, self.scaling.max_workers)
+
+    def _check_backend(self, backend: str) -> None:
+        """Refuse a backend that torch does not know, or that is for other devices than the workers have."""
+        check_backend(backend, known=RAYS_BACKENDS)
+        if backend in RAYS_BACKENDS:
+            return
+        types, gpus = device_types(backend), self.scaling.gpus_per_worker
+        if gpus and types == {"cpu"}:
+            raise ConfigError(
+                f"config.parallel.backend={backend!r} is for CPUs, and each worker has {gpus:g} GPU: leave it out, or "
+                "set scaling.gpus_per_worker=0"
+            )
+        has_other = any(name != "memory" and amount for name, amount in self.scaling.resources_per_worker.items())
+        if gpus == 0 and "cpu" not in types and not has_other:
+            raise ConfigError(
+                f"config.parallel.backend={backend!r} is for {' and '.join(sorted(types))}, and the workers have "
+                "CPUs only: set scaling.gpus_per_worker=1, or reserve their device, as in "
+                'scaling.resources_per_worker={"HPU": 1}'
+            )
 
     def _check_evaluation_worker(self) -> None:
         """Refuse settings with which training would wait for evaluations, or there were no checkpoints to evaluate."""

@@ -36,7 +36,7 @@ from ..storage.events import EventWriter, read_events
 from ..storage.folder import Folder, retry_storage
 from .fit import close, finished_result, summarize_error, write_driver_ended
 from .ray_train_thread import RayTrainThread
-from .worker import Task, enter_driver_folders, run_attempt
+from .worker import Task, enter_driver_folders, has_accelerator, run_attempt
 from .worker_check import driver_versions
 from .worker_group import import_folders, pickle_experiment, polls_preemption
 
@@ -126,7 +126,7 @@ def train_loop(
 
     # Ray Train passes its config only to a function that requires one; without `train_loop_config` it is empty.
     def train_experiment(config: dict[str, Any]) -> dict[str, Any]:
-        return train_rank(start, start.enter(config), on_cpu=not ray.get_gpu_ids(), reports=True)
+        return train_rank(start, start.enter(config), on_cpu=not has_accelerator(), reports=True)
 
     return train_experiment
 
@@ -145,7 +145,7 @@ def train_rank(
     Args:
         start: of the process that created the function.
         experiment: what to train.
-        on_cpu: whether Ray has given this worker no GPU.
+        on_cpu: whether Ray has given this worker no accelerator.
         reports: whether Ray Train runs this worker, and receives reports.
         callbacks: further callbacks of the trainer.
         take_over: also take the run from a live process.

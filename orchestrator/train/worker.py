@@ -52,7 +52,7 @@ class Task:
         imports: folders that the driver imports from, besides its installed packages.
         current_dir: the driver's current directory, for relative paths in a config.
         threads: torch threads on a CPU; None leaves their number to Ray.
-        on_cpu: whether the workers have no GPU.
+        on_cpu: whether the workers have no GPU; in a worker of Ray Train, nor another accelerator of Ray's.
         lease: the driver's lease on the run.
         driver_host: host of the driver.
         versions: of Python and packages in the driver.
@@ -94,10 +94,16 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
         settings: the "task", and as "training" the pickled class and config of the trainer.
     """
     try:
-        return run_attempt(settings["task"], lambda: ray.cloudpickle.loads(settings["training"]))
+        task = replace(settings["task"], on_cpu=not has_accelerator())
+        return run_attempt(task, lambda: ray.cloudpickle.loads(settings["training"]))
     except BaseException as error:
         name_process(error)
         raise
+
+
+def has_accelerator() -> bool:
+    """Return whether Ray has given this worker a GPU, HPU, NPU, TPU or another accelerator that Ray knows."""
+    return any(ray.get_runtime_context().get_accelerator_ids().values())
 
 
 def run_attempt(

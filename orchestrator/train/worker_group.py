@@ -16,12 +16,12 @@ from ray import cloudpickle
 from ray.exceptions import OutOfMemoryError, RayActorError, RaySystemError, RayTaskError
 
 from headway.trainer.callbacks.base import Callback
-from headway.trainer.distributed.world import backend
+from headway.trainer.distributed.world import backend_for
 from headway.trainer.errors import ConfigError
 
 from ..cluster.own_ray import is_on_loopback
 from ..cluster.ray_env import temporary_env
-from ..config.experiment import Experiment, Scaling
+from ..config.experiment import RAYS_BACKENDS, Experiment, Scaling
 from ..config.target import is_user_file
 from ..errors import TrainingFailedError
 from ..runs.requests import StopRequest, read_stop_request
@@ -121,7 +121,8 @@ def _run_ray_train(
 
     from .loopback_store import LoopbackTorchConfig
 
-    scaling, retries = experiment.scaling, experiment.retries
+    scaling, retries, parallel = experiment.scaling, experiment.retries, experiment.config.parallel
+    is_rays = parallel.backend in RAYS_BACKENDS
     task = make_task(
         experiment, run, resume_options=resume_options, verbose=verbose, mailbox=mailbox, callbacks=callbacks
     )
@@ -131,11 +132,13 @@ def _run_ray_train(
         trainer = passing_function_by_value(TorchTrainer)(
             train,
             train_loop_config={"task": task, "training": pickle_trainer(experiment)},
-            torch_config=(LoopbackTorchConfig if is_on_loopback() else TorchConfig)(
-                backend=backend(
-                    "cuda" if scaling.gpus_per_worker else "cpu", with_cpus=experiment.config.parallel.cpu_offload
+            torch_config=(LoopbackTorchConfig if is_on_loopback() and not is_rays else TorchConfig)(
+                backend=backend_for(
+                    "cuda" if scaling.gpus_per_worker else "cpu",
+                    with_cpus=parallel.cpu_offload,
+                    backend=parallel.backend,
                 ),
-                timeout_s=math.ceil(experiment.config.parallel.timeout.amount),
+                timeout_s=math.ceil(parallel.timeout.amount),
             ),
             scaling_config=ScalingConfig(
                 num_workers=_workers_beside(avoided, scaling),

@@ -63,11 +63,19 @@ def seed_torch(seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
 
 
+def _accelerator() -> tuple[str, Any] | None:
+    """Return the type and torch's module of the devices whose generators are saved, such as CUDA's; None: CPU only."""
+    if torch.cuda.is_available():
+        return "cuda", torch.cuda
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None or found.type == "mps" else (found.type, torch.get_device_module(found.type))
+
+
 class RngState:
-    """The state of all generators of this rank, as a part of a checkpoint. For CUDA, that of the current device."""
+    """The state of all generators of this rank, as a part of a checkpoint. For accelerators, of the current device."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the generators of Python, NumPy, torch and, if there is one, the CUDA device."""
+        """Return the states of the generators of Python, NumPy, torch and, if there is one, the accelerator."""
         version, numbers, half_a_pair = random.getstate()
         kind, keys, position, has_gauss, gauss = np.random.get_state()
         state: dict[str, Any] = {
@@ -76,8 +84,9 @@ class RngState:
             "numpy": (kind, np.asarray(keys, dtype="<u4").tobytes(), position, has_gauss, gauss),
             "torch": torch.get_rng_state(),
         }
-        if torch.cuda.is_available():
-            state["cuda"] = torch.cuda.get_rng_state()
+        if (accelerator := _accelerator()) is not None:
+            device_type, module = accelerator
+            state[device_type] = module.get_rng_state()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -89,8 +98,9 @@ class RngState:
             "numpy": lambda saved: np.random.set_state((saved[0], np.frombuffer(saved[1], "<u4"), *saved[2:])),
             "torch": lambda saved: torch.set_rng_state(saved.cpu()),
         }
-        if torch.cuda.is_available():
-            setters["cuda"] = lambda saved: torch.cuda.set_rng_state(saved.cpu())
+        if (accelerator := _accelerator()) is not None:
+            device_type, module = accelerator
+            setters[device_type] = lambda saved: module.set_rng_state(saved.cpu())
         for name, setter in setters.items():
             if name in state:
                 setter(state[name])
@@ -110,7 +120,7 @@ class GeneratorsBefore:
         self._copied: dict[str, Any] | None = None
         self._is_whole = self._may_change = self._are_used = False
         self._cpu_state: torch.Tensor | None = None
-        self._cuda_state: torch.Tensor | None = None
+        self._device_state: dict[str, torch.Tensor] = {}
         self._num_copies = 0
         self._began_s, self._spent_s = time.perf_counter(), 0.0
 
@@ -128,8 +138,9 @@ class GeneratorsBefore:
             self._spent_s += time.perf_counter() - now_s
         else:
             self._cpu_state = torch.default_generator.get_state()
-            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-                self._cuda_state = torch.cuda.get_rng_state()
+            if (accelerator := _accelerator()) is not None:
+                device_type, module = accelerator
+                self._device_state = {device_type: module.get_rng_state()}
 
     @property
     def are_known(self) -> bool:
@@ -144,8 +155,7 @@ class GeneratorsBefore:
             return RngState().state_dict()
         if self._is_whole:
             return self._copied
-        cuda = {} if self._cuda_state is None else {"cuda": self._cuda_state}
-        return {**self._copied, "torch": self._cpu_state, **cuda}
+        return {**self._copied, "torch": self._cpu_state, **self._device_state}
 
     def restore(self) -> None:
         """Set the generators to the states of the last `capture`, which must be known."""

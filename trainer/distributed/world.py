@@ -11,7 +11,7 @@ import itertools
 import os
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -69,7 +69,9 @@ class World:
         return cls(rank=0, size=1, local_rank=0, device=_device(device, 0))
 
     @classmethod
-    def from_environment(cls, *, timeout_s: float = TIMEOUT_S, with_cpus: bool = False) -> World:
+    def from_environment(
+        cls, *, timeout_s: float = TIMEOUT_S, with_cpus: bool = False, backend: str | None = None
+    ) -> World:
         """Join the process group that `torchrun` describes in the environment, or return a single-process world.
 
         An existing process group is joined, and `close` leaves it running. A group that this method starts is ended by
@@ -78,21 +80,29 @@ class World:
         Args:
             timeout_s: timeout of collectives.
             with_cpus: also support collectives on CPU tensors, which offloaded gradients need.
+            backend: as in `ParallelConfig`; ignored if there is a process group.
 
         Raises:
-            ConfigError: the environment describes a process group incompletely.
+            ConfigError: the environment describes a process group incompletely, or torch does not know the backend.
         """
         if dist.is_available() and dist.is_initialized():
             return cls.attach(timeout_s=timeout_s)
+        check_backend(backend)
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-            return cls.single()
+            return cls(rank=0, size=1, local_rank=0, device=_best_device(0, device_types(backend)))
         if missing := {"MASTER_ADDR", "MASTER_PORT"} - set(os.environ):
             raise ConfigError(
                 f"RANK and WORLD_SIZE are set, but not {' and '.join(sorted(missing))}: start the program with "
                 "`torchrun`, or unset RANK and WORLD_SIZE to train in one process"
             )
-        device = _best_device(int(os.environ.get("LOCAL_RANK", "0")))
-        rendezvous = Rendezvous.from_environment(device, backend(device.type, with_cpus=with_cpus), timeout_s)
+        device = _best_device(int(os.environ.get("LOCAL_RANK", "0")), device_types(backend))
+        if device.type not in device_types(backend):
+            raise ConfigError(
+                f"parallel.backend={backend!r} is for {' and '.join(sorted(device_types(backend)))}, but torch finds "
+                'no such device here, and would train on the CPU: use "gloo", or leave it out'
+            )
+        name = backend_for(device.type, with_cpus=with_cpus, backend=backend)
+        rendezvous = Rendezvous.from_environment(device, name, timeout_s)
         rendezvous.start_process_group()
         world = replace(cls.attach(timeout_s=timeout_s), rendezvous=rendezvous)
         atexit.register(world.close)
@@ -103,13 +113,14 @@ class World:
         """Join the existing process group, without owning it, or return a single-process world.
 
         Args:
-            device: device of this rank's computations; by default the best one of the machine.
+            device: device of this rank's computations; by default the best one of the machine whose tensors the group
+                can reduce.
             timeout_s: timeout of collectives in the `control` group.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return cls.single(device)
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        on = _device(device, local_rank)
+        on = _device(device, local_rank, device_types(dist.get_backend_config()))
         return cls(
             rank=dist.get_rank(),
             size=dist.get_world_size(),
@@ -407,27 +418,73 @@ def _new_group(timeout_s: float) -> dist.ProcessGroup:
     return group
 
 
-def backend(device_type: str, *, with_cpus: bool = False) -> str:
-    """Return the name of the `torch.distributed` backend for a device type."""
-    if device_type != "cuda":
-        return "gloo"
-    return "cpu:gloo,cuda:nccl" if with_cpus else "nccl"
+def check_backend(backend: str | None, *, known: Collection[str] = ()) -> None:
+    """Check that torch knows every backend in a value of `ParallelConfig.backend`.
+
+    Args:
+        backend: such as "nccl" or "cpu:gloo,cuda:nccl"; None is valid.
+        known: further names, which are registered later.
+
+    Raises:
+        ConfigError: torch does not know one of them.
+    """
+    names = [] if backend is None else [each.rpartition(":")[2] for each in backend.split(",")]
+    registered = {*dist.Backend.backend_list, *known} - {dist.Backend.UNDEFINED} if names else set()
+    for name in names:
+        if name not in registered:
+            raise ConfigError(
+                f"parallel.backend={backend!r} must name backends of torch.distributed "
+                f"({', '.join(sorted(registered))}), got {name!r}: correct it, or install and "
+                "import the package that registers it"
+            )
 
 
-def _device(given: torch.device | str | None, local_rank: int) -> torch.device:
+def device_types(backend: str | None) -> frozenset[str]:
+    """Return the types of the devices whose tensors a backend reduces; CPUs and CUDA for None."""
+    if backend is None:
+        return frozenset(("cpu", "cuda"))
+    if ":" in backend:
+        return frozenset(each.partition(":")[0] for each in backend.split(","))
+    return frozenset(dist.Backend.backend_capability.get(backend, ("cpu", "cuda")))
+
+
+def backend_for(device_type: str, *, with_cpus: bool = False, backend: str | None = None) -> str:
+    """Return the backend, for `init_process_group`, of a group of devices.
+
+    Args:
+        device_type: "cuda", "cpu" or another.
+        with_cpus: also support collectives on CPU tensors.
+        backend: as in `ParallelConfig`.
+    """
+    chosen = backend or ("nccl" if device_type == "cuda" else "gloo")
+    types = device_types(chosen)
+    if not with_cpus or "cpu" in types:
+        return chosen
+    return ",".join(["cpu:gloo", *(f"{each}:{chosen}" for each in sorted(types) if ":" not in chosen)])
+
+
+def _device(
+    given: torch.device | str | None, local_rank: int, types: Collection[str] = ("cpu", "cuda")
+) -> torch.device:
     """Return the given device or the best one, after making it current, for streams, events and random states."""
     if given is None:
-        return _best_device(local_rank)
+        return _best_device(local_rank, types)
     device = torch.device(given)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     return device
 
 
-def _best_device(local_rank: int) -> torch.device:
-    if torch.cuda.is_available():
+def _best_device(local_rank: int, types: Collection[str]) -> torch.device:
+    """Return this rank's accelerator, after making it current, if it is of one of the types; otherwise the CPU."""
+    if torch.cuda.is_available() and "cuda" in types:
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        return device
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and accelerator.type in types and accelerator.type not in ("cuda", "mps"):
+        device = torch.device(accelerator.type, local_rank % torch.accelerator.device_count())
+        torch.accelerator.set_device_index(device.index)
         return device
     # Not MPS, which has neither float64 nor a process group; World.single("mps") selects it.
     return torch.device("cpu")

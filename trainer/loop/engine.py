@@ -115,7 +115,9 @@ class Engine:
         """The ranks. Joins the process group that `torchrun` describes if `setup` has not done so yet."""
         if self._world is None:
             parallel = self.config.parallel
-            self._world = World.from_environment(timeout_s=parallel.timeout.amount, with_cpus=parallel.cpu_offload)
+            self._world = World.from_environment(
+                timeout_s=parallel.timeout.amount, with_cpus=parallel.cpu_offload, backend=parallel.backend
+            )
         return self._world
 
     @property

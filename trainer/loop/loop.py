@@ -677,8 +677,8 @@ class Loop:
         wanted = self._requests.take_save() or self._config.checkpoint.at_end and self._requests.stop_is_pending
         if not wanted or self._ctx.run_dir is None or self._state.last_saved_step == self._progress.step:
             return
-        if self._ctx.device.type == "cuda":
-            torch.cuda.set_device(self._ctx.device)
+        if (index := self._ctx.device.index) is not None and self._ctx.device.type != "cpu":
+            torch.accelerator.set_device_index(index)
         self._state.generators = generators
         try:
             self.saver.save()

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-import ray
 from ray import tune
 
 from headway.trainer.callbacks.base import Callback
@@ -27,6 +26,7 @@ from ...train.driver import RunDriver
 from ...train.fit import close, finished_result, summarize_error, write_driver_ended
 from ...train.signals import StopSignals
 from ...train.train_loop import Start, train_rank
+from ...train.worker import has_accelerator
 from .reporting import EventReporter, ReportEvaluations, TuneReporter, trial_callbacks
 from .trial import trial_resources
 
@@ -92,7 +92,7 @@ def run_trial(start: Start, config: Mapping[str, Any], metric: str | None) -> No
     if experiment.scaling.is_single_worker:
         # A trial has one process at a time; its last one may have been on a machine that is lost.
         result = train_rank(
-            start, experiment, on_cpu=not ray.get_gpu_ids(), reports=False,
+            start, experiment, on_cpu=not has_accelerator(), reports=False,
             callbacks=[ReportEvaluations(reporter), *callbacks], take_over=True,
         )  # fmt: skip
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +19,9 @@ from headway.orchestrator.cluster.connect import unused_gpus, with_gpus
 from headway.orchestrator.runs.open import open_run
 from headway.orchestrator.runs.resume import ResumeOptions
 from headway.orchestrator.train.worker_group import _MOST_RAY_RETRIES, passing_function_by_value, run_worker_group
-from headway.trainer import ConfigError
+from headway.trainer import ConfigError, ParallelConfig
 from tests.orchestrator.runs.test_run import experiment
+from tests.trainer.distributed.test_backends import install_backend
 
 
 @pytest.fixture
@@ -119,3 +122,53 @@ def test_gpus_are_used_by_default_where_there_are_enough(monkeypatch: pytest.Mon
 def test_invalid_options_are_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Scaling(**settings)
+
+
+def test_backends_are_checked_against_the_devices_of_the_workers(tmp_path: Path) -> None:
+    def with_backend(backend: str, **scaling: Any) -> None:
+        ours = experiment(tmp_path)
+        parallel = ParallelConfig(backend=backend)
+        replace(ours, config=replace(ours.config, parallel=parallel), scaling=Scaling(**scaling))
+
+    for backend, scaling, message in [
+        ("ncll", {}, "parallel.backend='ncll' must name backends of torch.distributed"),
+        ("nccl", {"gpus_per_worker": 0}, "'nccl' is for cuda, and the workers have CPUs only: set"),
+        ("cpu:gloo", {"gpus_per_worker": 1}, "'cpu:gloo' is for CPUs, and each worker has 1 GPU: leave it out"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            with_backend(backend, **scaling)
+    # GPUs that are counted when the run starts, Intel's, and packages that Ray Train loads.
+    with_backend("nccl")
+    with_backend("xccl", gpus_per_worker=1)
+    with_backend("hccl", resources_per_worker={"HPU": 1})
+    with_backend("cpu:gloo,hpu:hccl", resources_per_worker={"HPU": 1})
+
+
+_PROGRAM = """
+import os
+import torch.distributed as dist
+from headway.orchestrator import Experiment, Scaling, fit
+from headway.trainer import ParallelConfig
+from tests.tiny import TinyConfig, TinyTrainer
+
+class NamesItsBackend(TinyTrainer):
+    def on_fit_start(self):
+        self.print(f"{dist.get_backend()} on {self.device}")
+
+if __name__ == "__main__":
+    config = TinyConfig(max_steps=2, parallel=ParallelConfig(backend="plugin"))
+    scaling = Scaling(workers=2, cpus_per_worker=0.5)
+    fit(Experiment(name="run", trainer=NamesItsBackend, config=config, scaling=scaling, storage="runs"))
+"""
+
+
+@pytest.mark.extended
+@pytest.mark.ray
+def test_workers_communicate_by_a_backend_of_an_installed_package(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(_PROGRAM)
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, env=install_backend(tmp_path), capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "plugin on cpu" in done.stdout

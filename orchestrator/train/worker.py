@@ -103,7 +103,8 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
 
 def has_accelerator() -> bool:
     """Return whether Ray has given this worker a GPU, HPU, NPU, TPU or another accelerator that Ray knows."""
-    return any(ray.get_runtime_context().get_accelerator_ids().values())
+    # Asking for the context would start a Ray where there is none.
+    return ray.is_initialized() and any(ray.get_runtime_context().get_accelerator_ids().values())
 
 
 def run_attempt(

@@ -17,7 +17,7 @@ from headway.trainer import Callback, CheckpointConfig, LossScaler, ParallelConf
 from headway.trainer.callbacks import PeakMemory, Throughput
 from headway.trainer.distributed import parallelize
 from headway.trainer.distributed.ddp import ReplicatedModule
-from headway.trainer.distributed.world import backend
+from headway.trainer.distributed.world import backend_for
 from headway.trainer.loop.progress import Duration
 from headway.trainer.loop.timing import UPDATE_PHASES
 from tests.tiny import Losses, TinyConfig, TinyTrainer, weights
@@ -113,7 +113,7 @@ def group(device: str, tmp_path: Path) -> Iterator[World]:
     if device == "cuda":
         torch.cuda.set_device(0)
     dist.init_process_group(
-        backend(device, with_cpus=True), init_method=f"file://{tmp_path}/meet", rank=0, world_size=1
+        backend_for(device, with_cpus=True), init_method=f"file://{tmp_path}/meet", rank=0, world_size=1
     )
     try:
         yield World.attach(torch.device(device, 0) if device == "cuda" else "cpu")
@@ -321,6 +321,24 @@ def test_the_time_of_the_device_counts_as_compute() -> None:
     trainer, _ = _train("cuda", _config(12, log_every=Duration(6, "steps")), cls=Slow)
     spent_s = trainer._engine.activity.spent_s()
     assert sum(spent_s[phase] for phase in UPDATE_PHASES) > spent_s["between updates"]
+
+
+class SlowBackward(Slow):
+    """Keeps the device busy in backward for about ten times as long as in forward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        loss.register_hook(lambda _: torch.cuda._sleep(500_000_000))
+        return loss
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_the_time_of_the_device_is_divided_by_events() -> None:
+    trainer, _ = _train("cuda", _config(12, log_every=Duration(6, "steps")), cls=SlowBackward)
+    spent_s = trainer._engine.activity.spent_s()
+    assert spent_s["backward"] > 5 * spent_s["forward"] > 0
+    assert spent_s["backward"] > 5 * spent_s["optimizer"]
 
 
 # ---- Waiting for the device ----------------------------------------------------------------------------------------

@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -47,7 +49,7 @@ from .loop import Loop
 from .progress import Progress
 from .run_length import RunLength
 from .signals import stop_on_signals
-from .timing import Activity, SetupTimes
+from .timing import Activity, DeviceTimes, SetupTimes
 
 
 class Engine:
@@ -175,6 +177,8 @@ class Engine:
             self._running.enter_context(stop_on_signals(lambda name: self.requests.stop(name, "interrupted")))
             self.check_config()
             self._claim_run_dir()
+            if self.world.device.type == "cuda":
+                self.activity.measure_device(DeviceTimes(partial(torch.cuda.Event, enable_timing=True)))
             self.setup()
             self.loop.began_s = began_s
             self.loop.guard_saves(self._ownership_problem)

@@ -122,6 +122,7 @@ class Recorder:
             activity.enter("optimizer")
             torch.cuda.current_stream(device).synchronize()
             activity.enter(phase)
+            activity.divide_as_device()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

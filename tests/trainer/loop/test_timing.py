@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from headway.trainer import Callback, CheckpointConfig, Duration, World
-from headway.trainer.loop.timing import Activity
+from headway.trainer.loop.timing import Activity, DeviceTimes, Phase
 from tests.tiny import Rows, TinyConfig, TinyTrainer
 
 
@@ -114,3 +114,93 @@ def test_the_first_stays_of_a_phase_teach_nothing(monkeypatch: pytest.MonkeyPatc
         now_s += seconds
         activity.enter("backward")
     assert activity.usual_s("forward") == 1.0
+
+
+class _Device:
+    """A clock of the host, and a device that works through what the host has queued."""
+
+    def __init__(self) -> None:
+        self.host_s = self.free_from_s = 0.0
+        self.events = 0
+
+    def monotonic(self) -> float:
+        return self.host_s
+
+    def queue(self, seconds: float) -> None:
+        self.free_from_s = max(self.free_from_s, self.host_s) + seconds
+        self.host_s += 0.01
+
+    def synchronize(self) -> None:
+        self.host_s = max(self.host_s, self.free_from_s)
+
+
+class _Event:
+    def __init__(self, device: _Device) -> None:
+        device.events += 1
+        self.device = device
+
+    def record(self) -> None:
+        self.at_s = max(self.device.host_s, self.device.free_from_s)
+
+    def query(self) -> bool:
+        return self.at_s <= self.device.host_s
+
+    def elapsed_time(self, end_event: _Event) -> float:
+        return 1000 * (end_event.at_s - self.at_s)
+
+
+def _train(device: _Device, activity: Activity, updates: int, *, read_s: float) -> None:
+    for _ in range(updates):
+        activity.enter("reading data")
+        device.host_s += read_s
+        activity.enter("forward")
+        for phase, seconds in (("forward", 0.1), ("backward", 0.3), ("optimizer", 0.2)):
+            if phase == "forward":
+                activity.begin_batch("forward")
+            else:
+                activity.enter(cast(Phase, phase))
+            device.queue(seconds)
+        activity.end_update()
+    activity.enter("optimizer")
+    device.synchronize()
+    activity.enter("between updates")
+    activity.divide_as_device()
+
+
+@pytest.mark.parametrize(
+    ("read_s", "idle_s"),
+    [(0.5, 0.0), (0.8, 0.23)],
+    ids=["hidden behind the device", "longer than the device works"],
+)
+def test_time_is_divided_as_a_device_spent_it_that_works_behind_the_host(
+    monkeypatch: pytest.MonkeyPatch, read_s: float, idle_s: float
+) -> None:
+    device = _Device()
+    monkeypatch.setattr("headway.trainer.loop.timing.time", device)
+    activity = Activity()
+    activity.measure_device(DeviceTimes(lambda: _Event(device)))
+    _train(device, activity, 1, read_s=2.0)
+    first = activity.spent_s()
+    for _ in range(3):
+        _train(device, activity, 100, read_s=read_s)
+    spent_s = activity.spent_s()
+    assert sum(spent_s.values()) == pytest.approx(device.host_s)
+    # The device has nothing to do while the host waits for the first batch after a wait for the device.
+    read = spent_s["reading data"] - first["reading data"]
+    assert read == pytest.approx(300 * (idle_s or 0) if idle_s else 3 * read_s, rel=0.1)
+    updates = {phase: spent_s[phase] - first[phase] for phase in ("forward", "backward", "optimizer")}
+    assert sum(updates.values()) == pytest.approx(300 * 0.6, rel=0.02)
+    assert updates["backward"] == pytest.approx(3 * updates["forward"], rel=0.05)
+    assert updates["optimizer"] == pytest.approx(2 * updates["forward"], rel=0.05)
+    assert device.events < 1200
+
+
+def test_a_long_interval_keeps_few_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = _Device()
+    monkeypatch.setattr("headway.trainer.loop.timing.time", device)
+    activity = Activity()
+    activity.measure_device(DeviceTimes(lambda: _Event(device)))
+    _train(device, activity, 5000, read_s=0.7)
+    assert device.events <= 1024
+    spent_s = activity.spent_s()
+    assert spent_s["backward"] == pytest.approx(4999 * 0.3, rel=0.02)

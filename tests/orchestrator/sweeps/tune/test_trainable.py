@@ -44,7 +44,6 @@ class Tune:
         monkeypatch.setattr(tune, "report", self._report)
         monkeypatch.setattr(tune, "get_checkpoint", lambda: self.checkpoint)
         monkeypatch.setattr(tune, "get_context", lambda: SimpleNamespace(get_trial_name=lambda: self.name))
-        monkeypatch.setattr(ray, "get_gpu_ids", list)
 
     def _report(self, metrics: Mapping[str, Any], checkpoint: tune.Checkpoint | None = None) -> None:
         self.reports.append(dict(metrics))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -41,6 +42,7 @@ class Description:
         unit: what a fragment is.
         lengths: {column: (least, median, greatest)} of the characters of texts, or of the items of lists, that differ.
         sampled_rows: rows whose lengths were measured, in fragments from all over the data.
+        damaged: why fragments of this sample could not be read.
     """
 
     path: str
@@ -54,6 +56,7 @@ class Description:
     unit: str = "row groups"
     lengths: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     sampled_rows: int = 0
+    damaged: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         width = max(len(name) for name in self.columns)
@@ -73,7 +76,7 @@ class Description:
             lines += [
                 f"    {name:<{width}}  {', '.join(f'{each:,}' for each in some)}" for name, some in self.lengths.items()
             ]
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"  damaged: {each}" for each in self.damaged)])
 
 
 def describe(path: Paths, *, columns: Sequence[str] | None = None, index: PathLike | None = None) -> Description:
@@ -98,7 +101,7 @@ def describe(path: Paths, *, columns: Sequence[str] | None = None, index: PathLi
         first = _first(rows)
         found = find_all(path, suffixes=_INDEXED)
         sizes = [int(each.fs.size(each.inner)) for each in found]
-    lengths, sampled_rows = ({}, 0) if isinstance(data, Images) else _lengths(source)
+    lengths, sampled_rows, damaged = ({}, 0, ()) if isinstance(data, Images) else _lengths(source)
     return Description(
         path=str(data),
         rows=source.rows,
@@ -111,28 +114,48 @@ def describe(path: Paths, *, columns: Sequence[str] | None = None, index: PathLi
         unit="row groups" if isinstance(source, Source) else "fragments",
         lengths=lengths,
         sampled_rows=sampled_rows,
+        damaged=damaged,
     )
 
 
-def _lengths(source: RowSource) -> tuple[dict[str, tuple[int, int, int]], int]:
-    """Return the lengths of texts and lists in a sample of fragments, and how many rows it has."""
+def _lengths(source: RowSource) -> tuple[dict[str, tuple[int, int, int]], int, tuple[str, ...]]:
+    """Return the lengths of texts and lists in a sample of fragments, its number of rows, and what is damaged in it."""
     count = len(source.fragment_rows)
-    found: dict[str, list[int]] = {}
-    sampled = sorted({each * count // _SAMPLE_FRAGMENTS for each in range(_SAMPLE_FRAGMENTS)})
-    for index in sampled:
-        if isinstance(source, Source):
-            for name, lengths_of in _measures(source.schema).items():
-                column = read_group(source.fragment(index)._replace(columns=(name,))).column(name)
-                found.setdefault(name, []).extend(lengths_of(column).drop_null().to_pylist())
+    found: dict[str, list[npt.NDArray[np.int64]]] = {}
+    rows, damaged = 0, []
+    for index in sorted({each * count // _SAMPLE_FRAGMENTS for each in range(_SAMPLE_FRAGMENTS)}):
+        try:
+            measured = _lengths_in(source, index)
+        except DataError as error:
+            damaged.append(str(error))
             continue
-        for name, values in source.fragment(index).read().items():
-            found.setdefault(name, []).extend(len(each) for each in values if isinstance(each, str | np.ndarray))
-    lengths = {
-        name: (min(each), int(np.median(each)), max(each))
-        for name, each in found.items()
-        if each and len(set(each)) > 1
+        rows += int(source.fragment_rows[index])
+        for name, lengths in measured.items():
+            found.setdefault(name, []).append(lengths)
+    columns = {name: np.concatenate(each) for name, each in found.items()}
+    shown = {
+        name: (int(each.min()), int(np.median(each)), int(each.max()))
+        for name, each in columns.items()
+        if len(each) and each.min() < each.max()
     }
-    return lengths, int(source.fragment_rows[sampled].sum())
+    return shown, rows, tuple(damaged)
+
+
+def _lengths_in(source: RowSource, index: int) -> dict[str, npt.NDArray[np.int64]]:
+    """Return the lengths in each column with texts or lists of a fragment, without nulls."""
+    if not isinstance(source, Source):
+        return {
+            name: np.array([len(each) for each in values if isinstance(each, str | np.ndarray)], np.int64)
+            for name, values in source.fragment(index).read().items()
+        }
+    measures = _measures(source.schema)
+    if not measures:
+        return {}
+    table = read_group(source.fragment(index)._replace(columns=tuple(measures)))
+    return {
+        name: lengths_of(table.column(name)).drop_null().to_numpy().astype(np.int64)
+        for name, lengths_of in measures.items()
+    }
 
 
 def _measures(schema: pa.Schema) -> dict[str, Callable[[Any], Any]]:

@@ -240,7 +240,7 @@ def test_shards_that_do_not_fit_are_refused(shards: int, global_batch_size: int,
         check_shards(shards, global_batch_size=global_batch_size, world_size=world_size)
 
 
-def test_rows_move_by_a_third_of_the_epoch_and_those_of_a_row_group_stay_together() -> None:
+def test_rows_move_by_a_third_of_the_epoch_and_row_groups_stay_together() -> None:
     plan = EpochPlan(np.full(400, 256), 0, 0, shards=32)
     fragments, rows = np.array(plan.locate(0, plan.rows)).T
     moved = np.abs(256 * fragments + rows - np.arange(plan.rows)) / plan.rows

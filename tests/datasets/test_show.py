@@ -44,6 +44,19 @@ def test_lengths_of_texts_and_lists_are_shown(tmp_path: Path) -> None:
     assert describe(tmp_path / "b.parquet").lengths == {"text": (2, 3, 4)}
 
 
+def test_a_damaged_row_group_is_named_and_the_rest_is_shown(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [str(row) * (row % 50) for row in range(20000)]}), path, row_group_size=1000)
+    content = bytearray(path.read_bytes())
+    begin = pq.ParquetFile(path).metadata.row_group(10).column(0).dictionary_page_offset
+    content[begin : begin + 3000] = bytes(3000)
+    path.write_bytes(content)
+    shown = describe(path)
+    assert (shown.rows, shown.sampled_rows) == (20000, 7000)
+    assert f"damaged: cannot read row group 10 of {path}" in str(shown)
+    assert shown.lengths["text"][0] == 0
+
+
 def test_tars_are_described(tmp_path: Path) -> None:
     shown = describe(write_tar(tmp_path / "a.tar", range(12)))
     assert (shown.rows, shown.files) == (12, 1)

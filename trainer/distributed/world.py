@@ -426,15 +426,21 @@ def check_backend(backend: str | None, *, known: Collection[str] = ()) -> None:
         known: further names, which are registered later.
 
     Raises:
-        ConfigError: torch does not know one of them.
+        ConfigError: torch does not know one of them, or cannot train with it.
     """
     names = [] if backend is None else [each.rpartition(":")[2] for each in backend.split(",")]
-    registered = {*dist.Backend.backend_list, *known} - {dist.Backend.UNDEFINED} if names else set()
+    # "fake" moves no data: each rank would train alone. Torch lists MPI and UCC even where it was built without them.
+    built = {"fake": False, "mpi": dist.is_mpi_available(), "ucc": dist.is_ucc_available()}
+    usable = {
+        each
+        for each in (*dist.Backend.backend_list, *known)
+        if each != dist.Backend.UNDEFINED and built.get(each, True)
+    }
     for name in names:
-        if name not in registered:
+        if name not in usable:
             raise ConfigError(
-                f"parallel.backend={backend!r} must name backends of torch.distributed "
-                f"({', '.join(sorted(registered))}), got {name!r}: correct it, or install and "
+                f"parallel.backend={backend!r} must name backends that this torch.distributed has "
+                f"({', '.join(sorted(usable))}), got {name!r}: correct it, or install and "
                 "import the package that registers it"
             )
 

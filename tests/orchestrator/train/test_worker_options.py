@@ -131,7 +131,7 @@ def test_backends_are_checked_against_the_devices_of_the_workers(tmp_path: Path)
         replace(ours, config=replace(ours.config, parallel=parallel), scaling=Scaling(**scaling))
 
     for backend, scaling, message in [
-        ("ncll", {}, "parallel.backend='ncll' must name backends of torch.distributed"),
+        ("ncll", {}, "parallel.backend='ncll' must name backends that this torch.distributed has"),
         ("nccl", {"gpus_per_worker": 0}, "'nccl' is for cuda, and the workers have CPUs only: set"),
         ("cpu:gloo", {"gpus_per_worker": 1}, "'cpu:gloo' is for CPUs, and each worker has 1 GPU: leave it out"),
     ]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from headway.trainer import ConfigError, ParallelConfig, World
 from headway.trainer.distributed import world
@@ -91,6 +92,15 @@ def test_a_backend_that_torch_does_not_know_is_named_before_ranks_meet(monkeypat
     config = TinyConfig(max_steps=1, parallel=ParallelConfig(backend="cpu:gloo,cuda:ncll"))
     with pytest.raises(ConfigError, match=r"\(.*gloo.*nccl.*\), got 'ncll': correct it, or install and import"):
         TinyTrainer(config).fit()
+    # Torch lists these; the first two where it was built without them, and the last one moves no data.
+    unusable = [
+        "fake",
+        *(["mpi"] if not dist.is_mpi_available() else []),
+        *(["ucc"] if not dist.is_ucc_available() else []),
+    ]
+    for name in unusable:
+        with pytest.raises(ConfigError, match=f"must name backends that this torch.distributed has .*, got '{name}'"):
+            World.from_environment(backend=name)
     if torch.cuda.is_available():
         return
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():

@@ -93,7 +93,7 @@ class DeviceTimes:
         self._phase = phase
 
     def take(self) -> dict[Phase, float]:
-        """Return the seconds of the device by phase since the last call, as far as it has come, and begin anew."""
+        """Return the seconds of the device by phase since the last call, as far as it has come."""
         self._evaluate()
         seconds, self._seconds = self._seconds, dict.fromkeys(_DEVICE_PHASES, 0.0)
         return seconds
@@ -138,7 +138,8 @@ class Activity:
         self._began_s = self.since_s
         self._spent_s: dict[str, float] = dict.fromkeys((*PHASES, FIRST_UPDATE), 0.0)
         self._device_times: DeviceTimes | None = None
-        self._host_s = dict.fromkeys(_DEVICE_PHASES, 0.0)
+        # As of the last division: later times of these phases are still the host's.
+        self._divided_s = dict.fromkeys(_DEVICE_PHASES, 0.0)
 
     def measure_device(self, device_times: DeviceTimes) -> None:
         """Count the reads and updates by the time of a device that works behind the host; see `divide_as_device`."""
@@ -153,17 +154,17 @@ class Activity:
         if self._device_times is None or not self.updates:
             return
         device_s = self._device_times.take()
-        host_s = {phase: self._spent_s[phase] - self._host_s[phase] for phase in _DEVICE_PHASES}
+        host_s = {phase: self._spent_s[phase] - self._divided_s[phase] for phase in _DEVICE_PHASES}
         idle_s = min(host_s["reading data"], device_s.pop("reading data"))
         busy_s, measured_s = sum(host_s.values()) - idle_s, sum(device_s.values())
-        spent_s = {**self._spent_s, "reading data": self._host_s["reading data"] + idle_s}
+        spent_s = {**self._spent_s, "reading data": self._divided_s["reading data"] + idle_s}
         if measured_s > 0:
             for phase, seconds in device_s.items():
-                spent_s[phase] = self._host_s[phase] + busy_s * seconds / measured_s
+                spent_s[phase] = self._divided_s[phase] + busy_s * seconds / measured_s
         else:
             spent_s["optimizer"] += host_s["reading data"] - idle_s
         self._spent_s = spent_s
-        self._host_s = {phase: spent_s[phase] for phase in _DEVICE_PHASES}
+        self._divided_s = {phase: spent_s[phase] for phase in _DEVICE_PHASES}
 
     def enter(self, phase: Phase) -> None:
         """Enter a phase, or restart the current one. Takes less than a microsecond."""
@@ -197,7 +198,7 @@ class Activity:
         self.enter("between updates")
         if self.updates == 1:
             _book_as_first_update(self._spent_s)
-            self._host_s = {phase: self._spent_s[phase] for phase in _DEVICE_PHASES}
+            self._divided_s = {phase: self._spent_s[phase] for phase in _DEVICE_PHASES}
             if self._device_times is not None:
                 self._device_times.take()
 

@@ -169,7 +169,8 @@ def _train(device: _Device, activity: Activity, updates: int, *, read_s: float) 
 
 @pytest.mark.parametrize(
     ("read_s", "idle_s"),
-    [(0.5, 0.0), (0.8, 0.23)],
+    # The device always waits for the first batch after the host has waited for the device.
+    [(0.5, 3 * 0.5), (0.8, 300 * 0.23)],
     ids=["hidden behind the device", "longer than the device works"],
 )
 def test_time_is_divided_as_a_device_spent_it_that_works_behind_the_host(
@@ -185,14 +186,12 @@ def test_time_is_divided_as_a_device_spent_it_that_works_behind_the_host(
         _train(device, activity, 100, read_s=read_s)
     spent_s = activity.spent_s()
     assert sum(spent_s.values()) == pytest.approx(device.host_s)
-    # The device has nothing to do while the host waits for the first batch after a wait for the device.
-    read = spent_s["reading data"] - first["reading data"]
-    assert read == pytest.approx(300 * (idle_s or 0) if idle_s else 3 * read_s, rel=0.1)
+    assert spent_s["reading data"] - first["reading data"] == pytest.approx(idle_s, rel=0.1)
     updates = {phase: spent_s[phase] - first[phase] for phase in ("forward", "backward", "optimizer")}
     assert sum(updates.values()) == pytest.approx(300 * 0.6, rel=0.02)
     assert updates["backward"] == pytest.approx(3 * updates["forward"], rel=0.05)
     assert updates["optimizer"] == pytest.approx(2 * updates["forward"], rel=0.05)
-    assert device.events < 1200
+    assert device.events < 400
 
 
 def test_a_long_interval_keeps_few_events(monkeypatch: pytest.MonkeyPatch) -> None:

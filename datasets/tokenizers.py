@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,6 +16,9 @@ from .errors import DataError
 
 Tokenizer: TypeAlias = Callable[[str], Sequence[int] | npt.NDArray[np.integer]]
 """Maps a whole document to its tokens, including any bos and eos tokens."""
+
+
+_PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 
 class ByteTokenizer:
@@ -94,6 +99,20 @@ class HuggingFaceTokenizer:
     def batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
         """Return the tokens of several documents, encoded in threads unless TOKENIZERS_PARALLELISM is false."""
         return [np.array([*each.ids, *self._last], np.int32) for each in self._loaded.encode_batch_fast(list(texts))]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Keep the tokenizers of Hugging Face from starting a thread for each CPU of the machine."""
+    before = os.environ.get(_PARALLELISM)
+    os.environ[_PARALLELISM] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_PARALLELISM]
+        else:
+            os.environ[_PARALLELISM] = before
 
 
 def name_of(tokenizer: Tokenizer) -> str:

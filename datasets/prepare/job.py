@@ -30,13 +30,16 @@ from ..engines import connected_to_ray
 from ..errors import DataError
 from ..locking import LOCK, locked
 from ..paths import PREPARING, PathLike, absolute
+from ..tokenizers import one_thread
 
 logger = logging.getLogger("headway.datasets")
 
-RECORD = "prepared.json"
+# By its underscore, Parquet readers of others skip it.
+RECORD = "_prepared.json"
 _PARTS = ".parts"
 # Parts that are submitted to Ray at a time, for each of its CPUs: more than one, so that an autoscaler sees a demand.
 _WAITING_PER_CPU = 2
+_SHOWN_EVERY_S = 0.25
 
 Tables: TypeAlias = Generator[pa.Table, None, dict[str, Any]]
 """Yields the row groups of a file, and returns what the record of the part is to have besides."""
@@ -98,6 +101,10 @@ class PrepareProgress:
 
 class Convert(Protocol):
     """How a part of the input becomes a file. Can be pickled, by cloudpickle where tasks on Ray do it."""
+
+    @property
+    def compression(self) -> str:
+        """Of the Parquet files, as `pyarrow.parquet.ParquetWriter` names it."""
 
     def tables(self, part: Any) -> Tables:
         """Convert one part.
@@ -180,7 +187,7 @@ def _make_all(
     def show(*, now: bool = False, rows: int = 0) -> None:
         nonlocal shown
         seconds = time.monotonic() - started
-        if progress and (now or seconds - shown >= 0.25):
+        if progress and (now or seconds - shown >= _SHOWN_EVERY_S):
             shown = seconds
             kept = sum(each["kept"] for each in records.values())
             written = [sum(each[name] for each in records.values()) for name in ("rows", "tokens")]
@@ -192,7 +199,7 @@ def _make_all(
         records[number] = record
         show()
     ordered = [records[number] for number in range(len(parts))]
-    ordered.append({**_write(work, len(parts), convert.last(ordered)), "kept": False})
+    ordered.append({**_write(work, len(parts), convert.last(ordered), convert.compression), "kept": False})
     show(now=True)
     return ordered
 
@@ -232,10 +239,9 @@ def _on_ray(
 
 
 def _task(work: str, number: int, convert: Convert, part: Any) -> dict[str, Any] | DataError:
-    # The task has one CPU: a tokenizer of Hugging Face would start a thread for each one of the machine.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
-        return _make(work, number, convert, part)
+        with one_thread():  # the task has one CPU
+            return _make(work, number, convert, part)
     except DataError as error:  # Ray would wrap it in its own type
         return error
 
@@ -259,12 +265,14 @@ def _make(
         if not record["rows"] or _sha256_of(work, record["file"]) == record["sha256"]:
             return {**record, "kept": True}
         logger.warning("%s/%s is damaged or missing, and is made again", work, record["file"])
-    record = _write(work, number, convert.tables(part), on_rows)
+    record = _write(work, number, convert.tables(part), convert.compression, on_rows)
     _write_json(work, name, record)
     return {**record, "kept": False}
 
 
-def _write(work: str, number: int, tables: Tables, on_rows: Callable[[int], None] | None = None) -> dict[str, Any]:
+def _write(
+    work: str, number: int, tables: Tables, compression: str, on_rows: Callable[[int], None] | None = None
+) -> dict[str, Any]:
     """Write the file of a part, if it has rows, and return its record."""
     rows, file = 0, _file(number)
     with _new_file(work, file) as path:
@@ -277,7 +285,7 @@ def _write(work: str, number: int, tables: Tables, on_rows: Callable[[int], None
                     about = end.value
                     break
                 if writer is None:
-                    writer = pq.ParquetWriter(path, table.schema, compression="zstd")
+                    writer = pq.ParquetWriter(path, table.schema, compression=compression)
                 writer.write_table(table, row_group_size=max(1, len(table)))
                 rows += len(table)
                 if on_rows:

@@ -18,7 +18,9 @@ import pyarrow as pa
 from ..errors import DataError
 from ..formats.base import DataFormat, Fragment, OnBadRow
 from ..formats.hugging_face import HuggingFace, HuggingFaceRows
+from ..formats.images import ImageFiles
 from ..formats.jsonl import COMPRESSED, SUFFIXES as JSONL_SUFFIXES, JsonLines
+from ..formats.webdataset import TarRows
 from ..paths import SUFFIXES as PARQUET_SUFFIXES, Found, Paths, absolute, find, find_all, name_files, nearest
 from ..row_groups import RowGroup
 from ..sources import Parquet
@@ -151,14 +153,23 @@ class Rows(NamedTuple):
             if isinstance(value, str):
                 yield Document(size, value, "")
             else:
-                yield Document(size, None, f"{self._place(row)} has {_kind(value)} in {self.column!r}, not text")
+                place = place_of(self.fragment, row)
+                yield Document(size, None, f"{place} has {_kind(value)} in {self.column!r}, not text")
 
-    def _place(self, row: int) -> str:
-        if isinstance(self.fragment, RowGroup):
-            return f"row {row} of row group {self.fragment.group} of {self.fragment.path}"
-        if isinstance(self.fragment, HuggingFaceRows):
-            return f"row {self.fragment.start + row} of the dataset"
-        return f"row {row} of {self.fragment!r:.200}"
+
+def place_of(fragment: Fragment, row: int) -> str:
+    """Return where a row of a fragment is, for errors."""
+    match fragment:
+        case RowGroup():
+            return f"row {row} of row group {fragment.group} of {fragment.path}"
+        case HuggingFaceRows():
+            return f"row {fragment.start + row} of the dataset"
+        case TarRows():
+            return f"{fragment.keys[row]} in {fragment.path}"
+        case ImageFiles():
+            return f"{fragment.names[row]} in {fragment.path}"
+        case _:
+            return f"row {row} of {fragment!r:.200}"
 
 
 def find_pieces(

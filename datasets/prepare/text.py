@@ -22,7 +22,7 @@ from ..errors import DataError
 from ..formats.base import DataFormat, OnBadRow, check_options
 from ..formats.jsonl import JsonLines
 from ..paths import PathLike, Paths, absolute
-from ..tokenizers import ByteTokenizer, Tokenizer, name_of, to_tokens
+from ..tokenizers import ByteTokenizer, Tokenizer, name_of, one_thread, to_tokens
 from .job import Prepared, PrepareProgress, Tables, check_tasks, prepare
 from .pieces import Piece, find_pieces, group, read_documents
 
@@ -97,7 +97,7 @@ class TextPlan:
         parts: parts of the input, each of which becomes a Parquet file.
         input_bytes: size of the input.
         documents, tokens, rows: estimates of the result; rows without `row_length` are documents.
-        bytes_per_s: of the input, by one task.
+        bytes_per_s: of the input, by one task on one CPU.
     """
 
     parts: int
@@ -136,11 +136,12 @@ def plan_text(
     )  # fmt: skip
     documents, tokens, read_bytes = 0, 0, 0
     started = time.perf_counter()
-    for number in {0, len(job.parts) // 2, len(job.parts) - 1}:
-        sizes, some = next(job.convert.batches(job.parts[number], {"skipped": 0}), ([], []))
-        documents += len(some)
-        tokens += sum(map(len, some))
-        read_bytes += sum(sizes)
+    with one_thread():
+        for number in {0, len(job.parts) // 2, len(job.parts) - 1}:
+            sizes, some = next(job.convert.batches(job.parts[number], {"skipped": 0}), ([], []))
+            documents += len(some)
+            tokens += sum(map(len, some))
+            read_bytes += sum(sizes)
     seconds = time.perf_counter() - started
     size = sum(each.size for part in job.parts for each in part)
     factor = size / max(1, read_bytes)
@@ -215,6 +216,11 @@ class _Tokenize:
     column: str
     on_bad_row: OnBadRow
     rows_per_group: int
+
+    @property
+    def compression(self) -> str:
+        """Of the Parquet files."""
+        return "zstd"
 
     def tables(self, part: Sequence[Piece]) -> Tables:
         """Yield the row groups of one part."""

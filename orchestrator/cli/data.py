@@ -6,10 +6,11 @@ from typing import Annotated
 import typer
 
 from .options import Json, print_json
-from .prepare import prepare_data
+from .prepare import prepare_data, prepare_image_data
 
 data_app = typer.Typer(help="Prepare and show data.", no_args_is_help=True, rich_markup_mode=None)
 data_app.command("prepare")(prepare_data)
+data_app.command("prepare-images")(prepare_image_data)
 
 
 @data_app.command("show")

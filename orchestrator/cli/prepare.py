@@ -1,4 +1,4 @@
-"""The command `headway data prepare`: text to rows of tokens, by tasks on Ray."""
+"""The commands `headway data prepare` and `prepare-images`: data to Parquet, by tasks on Ray."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ def prepare_data(
     ] = None,
     text: Annotated[str, typer.Option(metavar="KEY", help="Key or column with the text.")] = "text",
     on_bad_row: Annotated[str, typer.Option(help="Damaged lines: raise, or skip and count.")] = "raise",
-    part_mb: Annotated[float, typer.Option(help="Megabytes of input per Parquet file.")] = 32,
+    part_mb: Annotated[float, typer.Option(min=0.001, help="Megabytes of input per Parquet file.")] = 32,
     tasks: Annotated[int | None, typer.Option(help="Ray tasks at a time; 1: without Ray. Default: all CPUs.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Estimate sizes and time; write nothing.")] = False,
     address: Annotated[
@@ -67,8 +67,51 @@ def prepare_data(
     if dry_run:
         print(_plan_page(plan, tasks, row_length))
         return
-    with _ray_for(plan, tasks, verbose=verbose) as chosen, _prepare_bar() as progress:
+    is_small = plan.parts == 1 or plan.seconds(1) < _WORTH_RAY_S
+    with _ray_for(tasks, is_small=is_small, verbose=verbose) as chosen, _prepare_bar() as progress:
         done = prepare_text(inputs, output, tail=cast(Any, tail), tasks=chosen, progress=progress, **options)
+    print(done)
+
+
+def prepare_image_data(
+    images: Annotated[str, typer.Argument(metavar="FOLDER", help="One folder of images per class.")],
+    output: Annotated[str, typer.Option("-o", "--output", help="Folder or URI for the Parquet files.")],
+    size: Annotated[int, typer.Option(min=1, help="Height and width of the result, in pixels.")],
+    encoding: Annotated[str, typer.Option(help="raw pixels, jpeg or png.")] = "raw",
+    quality: Annotated[int, typer.Option(min=1, max=95, help="Quality of JPEG.")] = 90,
+    mode: Annotated[str, typer.Option(help="RGB, or L for grey.")] = "RGB",
+    on_bad_row: Annotated[str, typer.Option(help="Damaged images: raise, or skip and count.")] = "raise",
+    rows_per_file: Annotated[int, typer.Option(min=1, help="Images per Parquet file.")] = 2048,
+    index: Annotated[str | None, typer.Option(metavar="FOLDER", help="Folder for the index of the images.")] = None,
+    tasks: Annotated[int | None, typer.Option(help="Ray tasks at a time; 1: without Ray. Default: all CPUs.")] = None,
+    address: Annotated[
+        str | None, typer.Option(metavar="URL", help="Ray dashboard: run as a job of that cluster.")
+    ] = None,
+    runtime_env: Annotated[
+        str | None, typer.Option(metavar="FILE|JSON", help="With --address: runtime environment of Ray.")
+    ] = None,
+    verbose: Verbose = False,
+) -> None:
+    """Resize images into Parquet, with many tasks on Ray.
+
+    To resume after an interruption, run the same command again. Files that are
+    complete are verified and kept.
+    """
+    if address is not None:
+        raise typer.Exit(_submit(address, [images, output], runtime_env))
+    from ..cluster.ray_env import quiet_environment
+
+    quiet_environment(verbose=verbose)
+    from headway.datasets.formats.images import Images
+    from headway.datasets.prepare import prepare_images
+
+    source = Images(images, mode=mode, on_bad_row=cast(Any, on_bad_row), index=index)
+    is_small = source.open().rows <= rows_per_file
+    with _ray_for(tasks, is_small=is_small, verbose=verbose) as chosen, _prepare_bar() as progress:
+        done = prepare_images(
+            source, output, size=size, encoding=cast(Any, encoding), quality=quality, rows_per_file=rows_per_file,
+            tasks=chosen, progress=progress,
+        )  # fmt: skip
     print(done)
 
 
@@ -110,9 +153,8 @@ def _plan_page(plan: "TextPlan", tasks: int | None, row_length: int | None) -> s
 
 
 @contextlib.contextmanager
-def _ray_for(plan: "TextPlan", tasks: int | None, *, verbose: bool) -> Iterator[int | None]:
+def _ray_for(tasks: int | None, *, is_small: bool, verbose: bool) -> Iterator[int | None]:
     """Connect to Ray or start it where it is worth its start; yield the number of tasks."""
-    is_small = plan.parts == 1 or plan.seconds(1) < _WORTH_RAY_S
     if tasks == 1 or (tasks is None and is_small and not os.environ.get("RAY_ADDRESS")):
         yield 1
         return

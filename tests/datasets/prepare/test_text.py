@@ -258,7 +258,7 @@ def test_any_function_is_a_tokenizer(texts: Path, tmp_path: Path) -> None:
 
     made = prepare_text(texts, tmp_path / "out", row_length=5, tokenizer=lengths)
     assert tokens_of(made.path)[:5] == [5, 5, 5, 5, 5]
-    assert "lengths" in json.loads(Path(made.path, "prepared.json").read_text())["tokenizer"]
+    assert "lengths" in json.loads(Path(made.path, "_prepared.json").read_text())["tokenizer"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ generator; closing it stops everything it started.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import pickle
@@ -217,10 +216,9 @@ def execute(dataset: Any) -> tuple[Iterator[Any], Callable[[], None]]:
         return dataset.iter_internal_ref_bundles(), lambda: None
 
     def drop_unstarted_tasks() -> None:
-        with contextlib.suppress(AttributeError, TypeError):
-            for operator in executor._topology.values():
-                for waiting in operator.input_queues:
-                    waiting.clear()
+        for operator in getattr(executor, "_topology", {}).values():
+            for waiting in getattr(operator, "input_queues", ()):
+                waiting.clear()
 
     return bundles, drop_unstarted_tasks
 

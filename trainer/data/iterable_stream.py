@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -51,6 +51,16 @@ class IterableStream:
         return self._position
 
     @property
+    def rank_state_before_read(self) -> Stateful | None:
+        """The position of this rank without the batch that is being read, or was read last."""
+        return None if self._position is None else self._position.before_read()
+
+    def return_to_before_read(self) -> None:
+        """Continue at that position in the next epoch that is opened, if the data has a state."""
+        if self._position is not None:
+            self._position.load_state_dict(self._position.before_read().state_dict())
+
+    @property
     def is_restored(self) -> bool:
         """Whether a loaded position was saved on the same number of ranks."""
         return self._position is not None and self._position.is_restored
@@ -94,6 +104,9 @@ class IterableStream:
 
     def epoch(self, epoch: int, *, offset: int = 0) -> Iterator[GlobalBatch]:
         """Yield groups of batches from the start of the iterable, or from the current position of an iterator."""
+        position = self._position
+        if position is not None:
+            position.begin_read()
         made = self._private_copy(self._make())
         keeps_workers = isinstance(made, DataLoader) and made.persistent_workers
         if _set_epoch(made, epoch) and epoch != self._epoch:
@@ -101,7 +114,6 @@ class IterableStream:
             self.close()
         self._epoch = epoch
         group: list[Any] = []
-        position = self._position
         batches = iter(made) if position is None else position.open(made, epoch=epoch, num_batches=self._num_batches)
         self._batches = batches
         try:
@@ -113,10 +125,14 @@ class IterableStream:
                         position.keep(len(group))
                     yield self._global_batch(group)
                     group = []
+                    if position is not None:
+                        position.begin_read()
             if position is not None:
                 position.keep(len(group), has_ended=True)
             if group:
                 yield self._global_batch(group)
+                if position is not None:
+                    position.begin_read()
         finally:
             if not keeps_workers:
                 shut_down_workers(batches)
@@ -176,6 +192,7 @@ class _RankPosition:
         self._source: Stateful | None = None
         self._kept: dict[str, Any] = {"epoch": -1, "batches": 0, "has_ended": False, "data": None}
         self._loaded: dict[str, Any] | None = None
+        self._before = self.state_dict()
         self.is_restored = False
 
     def open(self, data: Iterable[Any], *, epoch: int, num_batches: int | None) -> Iterator[Any]:
@@ -219,6 +236,14 @@ class _RankPosition:
             batches, state = self._kept["batches"] + num_batches, copy.deepcopy(self._source.state_dict())
             self._kept = {**self._kept, "batches": batches, "has_ended": has_ended, "data": state}
 
+    def begin_read(self) -> None:
+        """Note that the next batches are about to be read."""
+        self._before = self.state_dict()
+
+    def before_read(self) -> _Position:
+        """Return the position of the last `begin_read`."""
+        return _Position(self._before)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position; one that was loaded, and not read from yet, as it was saved."""
         return {**self._here, **self._kept} if self._loaded is None else self._loaded
@@ -226,6 +251,21 @@ class _RankPosition:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at a position, if it is that of this rank on this number of ranks."""
         self._loaded, self.is_restored = state_dict, self._here.items() <= state_dict.items()
+
+
+class _Position:
+    """A position that was taken earlier, to be saved."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position."""
+        return self._state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> NoReturn:
+        """Refuse: it is only saved."""
+        raise NotImplementedError
 
 
 def state_of(data: Any) -> Stateful | None:

@@ -124,6 +124,13 @@ class HasRankState(Protocol):
         """The position of this rank; None if the data has no state."""
 
     @property
+    def rank_state_before_read(self) -> Stateful | None:
+        """The position before the read in progress, or before the last one: without the batch that it has returned."""
+
+    def return_to_before_read(self) -> None:
+        """Continue at that position in the next `epoch`, because the batch was not used."""
+
+    @property
     def is_restored(self) -> bool:
         """Whether a loaded position continues here, as it was saved on the same number of ranks; equal on all ranks."""
 

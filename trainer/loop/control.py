@@ -87,13 +87,33 @@ class Requests:
         return bool(self._saves or self._stop)
 
     @property
+    def save_is_pending(self) -> bool:
+        """Whether this rank has a request to save."""
+        return bool(self._saves)
+
+    @property
     def stop_is_pending(self) -> bool:
         """Whether this rank has a request to stop."""
         return bool(self._stop)
 
     def take_save(self) -> bool:
-        """Return whether this rank has a request to save, and remove it; only with one rank."""
+        """Return whether this rank has a request to save, and remove it; a save outside of `agree` serves it."""
         return bool(_take_highest(self._saves))
+
+    def recall(self) -> None:
+        """Turn what a pending reduction has found back into requests of this rank.
+
+        Every rank must call this after the same update, from any thread while the training thread is inside a read, and
+        only when all ranks are known to have made that update: it waits for none.
+        """
+        if self._in_flight is None:
+            return
+        agreed = self._read()
+        self._left = 2
+        if agreed.evaluate:
+            self.evaluate()
+        if agreed.save:
+            self.save(at_once=agreed.at_once)
 
     def agree(self, *, often: bool = False) -> Agreed:
         """Return the requests to handle at this update. Every rank must call this, once per update.

@@ -214,14 +214,15 @@ def _aligned_batches(
     try:
         while True:
             activity.enter("reading validation data")
-            batch = reads.next(iterator, in_training=False)
+            batch = reads.next(iterator, in_training=False, agrees=must_agree)
             activity.enter("evaluation")
-            if must_agree and world.any(batch is not None):
-                if last is None and world.any(batch is None):
+            if must_agree and not reads.was_ended:
+                (num_ranks,) = reads.agree(batch is not None)
+                if num_ranks and last is None and num_ranks < world.size and not reads.was_ended:
                     raise DataError("the validation data has no batches on one rank, but some on another")
-                if batch is None and last is not None:
+                if num_ranks and batch is None and last is not None:
                     batch = LoadedBatch(last.micro_batches, [0] * len(last.micro_batches), None)
-            if batch is None:
+            if batch is None or reads.was_ended:
                 return
             last = batch
             yield batch

@@ -14,7 +14,7 @@ import torch
 from ..checkpoints.rng import GeneratorsBefore, RngState
 from ..checkpoints.store import Checkpoint
 from ..config import LossSpikeConfig
-from ..data.protocols import BatchStream, GlobalBatch, HasDroppedTail, LoadedBatch, is_exhausted
+from ..data.protocols import BatchStream, GlobalBatch, HasDroppedTail, HasRankState, LoadedBatch, is_exhausted
 from ..data.repeats import RankRepeats
 from ..data.tree import batch_size
 from ..distributed.fsdp import RefuseDataAssignment
@@ -96,7 +96,10 @@ class Loop:
         self._logs = Schedule(config.log_every)
         self._evaluations = Schedule(config.evaluate_every)
         self.saver = Saver(ctx, self._state, self.optimizer_step, self.recorder, requests)
-        self._reads = BlockedReads(requests, self._save_during_read)
+        agrees = any(stream.guarantee != "exact" for stream in (data, *validation.values()))
+        self._reads = BlockedReads(
+            requests, self._save_during_read, ctx.world, agrees=agrees, timeout_s=config.parallel.timeout.amount
+        )
         self._repeats = RankRepeats(num_ranks=ctx.world.size, num_readers=ctx.mesh.data.size, is_main=ctx.world.is_main)
         self._has_clocks = any(
             each and each.unit == "seconds" for each in (config.evaluate_every, config.checkpoint.every)
@@ -186,7 +189,7 @@ class Loop:
                 self._close_epoch()
             self._handle_requests()
         self._is_running = self.needs_restore = has_work and self.end_reason() is None
-        if self._is_running and self._world.size == 1:
+        if self._is_running:
             self._reads.start()
         return self._is_running
 
@@ -231,6 +234,7 @@ class Loop:
         """Continue in another process group; `rebuild` wraps the models for it."""
         rebuild()
         self._state.rejoin()
+        self._reads.rejoin(timeout_s=self._config.parallel.timeout.amount)
         # The first update has to connect to the other ranks again.
         self._step_timeout = self._config.parallel.step_timeout
 
@@ -473,6 +477,7 @@ class Loop:
             self.compile_cache.save()
         if self._step_timeout is not None:
             self._world.set_timeout(self._step_timeout.amount)
+            self._reads.timeout_s = self._step_timeout.amount
             self._step_timeout = None
         samples = batch.global_num_samples
         if samples is None:
@@ -672,19 +677,36 @@ class Loop:
         else:
             self.saver.save()
 
-    def _save_during_read(self, generators: GeneratorsBefore) -> None:
-        """Save as requested, with the random states of before a read, in another thread than the one that reads."""
-        wanted = self._requests.take_save() or self._config.checkpoint.at_end and self._requests.stop_is_pending
+    def _save_during_read(self, generators: GeneratorsBefore, save: bool, stop: bool) -> None:
+        """Save as requested, with the position and the random states of before a read. Every rank must call this.
+
+        In another thread than the one that reads; or, on a rank that has its batch while others wait, in the training
+        thread. The collectives of a save have their own group; hooks that communicate find no other thread that does.
+
+        Args:
+            generators: the random states.
+            save: whether a rank has requested it.
+            stop: whether the run stops now.
+        """
+        wanted = save or (stop and self._config.checkpoint.at_end)
         if not wanted or self._ctx.run_dir is None or self._state.last_saved_step == self._progress.step:
             return
         if (index := self._ctx.device.index) is not None and self._ctx.device.type != "cpu":
             torch.accelerator.set_device_index(index)
-        self._state.generators = generators
+        phase, self._state.before_read = self._activity.phase, generators
         try:
             self.saver.save()
         finally:
-            self._state.generators = RngState()
-            self._activity.enter("reading data")
+            self._state.before_read = None
+            self._activity.enter(phase)
+
+    def _stop_after_read(self) -> None:
+        """Stop, after a request has ended a read on all ranks; their batches are not used."""
+        self._activity.enter("between updates")
+        if isinstance(self._data, HasRankState):
+            self._data.return_to_before_read()
+        if (status := self._requests.agree_now().stop) is not None:
+            self._stop(status)
 
     def _save_if_best(self) -> None:
         """Save the state of the last evaluation, if it is the best so far and `save_best` is set."""
@@ -723,19 +745,20 @@ class Loop:
             while True:
                 self._activity.enter("reading data")
                 began_s, saving_s = self._activity.since_s, reads.saving_s
-                batch = reads.next(iterator, in_training=True, draws=draws)
+                batch = reads.next(iterator, in_training=True, draws=draws, agrees=must_agree)
                 # Switch phase before the collective below, so waiting for a slower rank is not counted as data wait.
                 self._activity.enter("forward")
                 self.recorder.waited_s += self._activity.since_s - began_s - (reads.saving_s - saving_s)
+                own = batch.num_samples if batch is not None else ()
+                sums: list[int] = []
+                if must_agree and not reads.was_ended:
+                    repeats = self._repeats.numbers(batch.micro_batches if batch is not None else None)
+                    sums = reads.agree(len(own), len(own) ** 2, sum(own), *repeats)
                 if reads.was_ended:
-                    self._activity.enter("between updates")
-                    if (status := self._requests.agree_now().stop) is not None:
-                        self._stop(status)
+                    self._stop_after_read()
                     return
                 if must_agree:
-                    own = batch.num_samples if batch is not None else ()
-                    repeats = self._repeats.numbers(batch.micro_batches if batch is not None else None)
-                    count, squares, samples, *sums = self._world.sum_ints(len(own), len(own) ** 2, sum(own), *repeats)
+                    count, squares, samples, *sums = sums
                     self._repeats.check(sums)
                     samples //= self._mesh.ranks_on_same_rows
                     # Equal only if all ranks have equally many micro-batches; the epoch ends with the shortest one.

@@ -60,7 +60,8 @@ class RunState:
     Attributes:
         last_saved_step: the update of the newest checkpoint of this run, if there is one.
         is_half_restored: whether a restore has started to load, and then failed.
-        generators: the random states to save: the current ones, unless a save inside a read has replaced them.
+        before_read: the random states of before the read in progress, for a save inside it; its batch is not saved as
+            read either. None between reads.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class RunState:
         self._loaded_initial_weights = self._has_begun = False
         self.last_saved_step: int | None = None
         self.is_half_restored = False
-        self.generators: RngState | GeneratorsBefore = RngState()
+        self.before_read: GeneratorsBefore | None = None
 
     def save(self) -> Checkpoint:
         """Write a checkpoint. Every rank must call this.
@@ -535,8 +536,12 @@ class RunState:
         }
 
     def _rank_parts(self) -> dict[str, Stateful]:
-        position = self._data.rank_state if isinstance(self._data, HasRankState) else None
-        return {"rng": self.generators, "metrics": self._metrics, **({"data": position} if position else {})}
+        position: Stateful | None = None
+        if isinstance(self._data, HasRankState):
+            is_inside = self.before_read is not None
+            position = self._data.rank_state_before_read if is_inside else self._data.rank_state
+        generators = self.before_read or RngState()
+        return {"rng": generators, "metrics": self._metrics, **({"data": position} if position else {})}
 
 
 def _component(part: str) -> str:

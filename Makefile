@@ -63,7 +63,7 @@ check: $(VENV)/installed types docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy -p headway.trainer -p headway.orchestrator
-	$(BIN)/mypy build/types/headway/datasets/*.py build/types/headway/datasets/formats/*.py
+	$(BIN)/mypy build/types/headway/datasets/*.py build/types/headway/datasets/*/*.py
 
 format: $(VENV)/installed
 	$(BIN)/ruff format .

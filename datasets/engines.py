@@ -6,6 +6,7 @@ generator; closing it stops everything it started.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
@@ -216,9 +217,10 @@ def execute(dataset: Any) -> tuple[Iterator[Any], Callable[[], None]]:
         return dataset.iter_internal_ref_bundles(), lambda: None
 
     def drop_unstarted_tasks() -> None:
-        for operator in getattr(executor, "_topology", {}).values():
-            for waiting in getattr(operator, "input_queues", ()):
-                waiting.clear()
+        with contextlib.suppress(AttributeError, TypeError):
+            for operator in executor._topology.values():
+                for waiting in operator.input_queues:
+                    waiting.clear()
 
     return bundles, drop_unstarted_tasks
 

@@ -21,6 +21,9 @@ Suffixes: TypeAlias = tuple[str, ...]
 
 SUFFIXES: Suffixes = (".parquet", ".pq", ".parq")
 
+PREPARING = "preparing.json"
+"""The file in a folder that `headway data prepare` has not finished."""
+
 
 class Found(NamedTuple):
     """A file found.
@@ -160,6 +163,11 @@ def _visible_in(fs: Any, folder: str) -> list[str]:
 
 def _files_in(fs: Any, folder: str, shown: str, suffixes: Suffixes) -> list[str]:
     visible = _visible_in(fs, folder)
+    if unfinished := [each for each in visible if posixpath.basename(each) == PREPARING]:
+        raise DataError(
+            f"{posixpath.dirname(unfinished[0])} is not complete: it is being prepared, or this was interrupted. Wait "
+            "for it, run the same `headway data prepare` again, or delete it"
+        )
     if files := [each for each in visible if each.endswith(suffixes)]:
         return files
     there = ", ".join(sorted(posixpath.relpath(each, folder) for each in visible)[:5])

@@ -1,8 +1,12 @@
-"""A byte tokenizer that needs no download. Any function from text to token ids works in its place."""
+"""A byte tokenizer that needs no download, and Hugging Face's. Any function from text to token ids works, too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -12,6 +16,9 @@ from .errors import DataError
 
 Tokenizer: TypeAlias = Callable[[str], Sequence[int] | npt.NDArray[np.integer]]
 """Maps a whole document to its tokens, including any bos and eos tokens."""
+
+
+_PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 
 class ByteTokenizer:
@@ -42,6 +49,70 @@ class ByteTokenizer:
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of some tokens. Skips bos and eos; invalid UTF-8 becomes U+FFFD."""
         return bytes(token for token in map(int, tokens) if token < 256).decode("utf-8", errors="replace")
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer of Hugging Face's `tokenizers`, with the special tokens that its own template adds.
+
+    Args:
+        source: a `tokenizer.json`, a folder with one, or the name of a repository on the Hub.
+        append: a token such as "<|endoftext|>" to put after every document.
+
+    Attributes:
+        name_or_path: the name of the source and a digest of the whole tokenizer.
+
+    Raises:
+        DataError: the package is missing, the tokenizer cannot be read, or it has no token `append`.
+
+    Example:
+        >>> from headway.datasets.tokenizers import HuggingFaceTokenizer
+        >>> def tokenizer():
+        ...     return HuggingFaceTokenizer("models/gpt2/tokenizer.json", append="<|endoftext|>")
+    """
+
+    def __init__(self, source: str, *, append: str | None = None) -> None:
+        try:
+            from tokenizers import Tokenizer as Loaded
+        except ImportError as error:
+            raise DataError(f"the tokenizer {source} needs a package: pip install 'headway[huggingface]'") from error
+        path = Path(source).expanduser()
+        path = path / "tokenizer.json" if path.is_dir() else path
+        try:
+            self._loaded: Any = Loaded.from_file(str(path)) if path.exists() else Loaded.from_pretrained(source)
+        except Exception as error:  # the package raises plain exceptions
+            raise DataError(f"cannot read the tokenizer {source}: {error}") from error
+        self._loaded.no_truncation()
+        self._loaded.no_padding()
+        self._last: list[int] = []
+        if append is not None:
+            number = self._loaded.token_to_id(append)
+            if number is None:
+                raise DataError(f"the tokenizer {source} has no token {append!r}")
+            self._last = [number]
+        digest = hashlib.sha256(f"{self._loaded.to_str()}\0{self._last}".encode()).hexdigest()[:12]
+        self.name_or_path = f"{path.parent.name if path.name == 'tokenizer.json' else source} {digest}"
+
+    def __call__(self, text: str) -> npt.NDArray[np.int32]:
+        """Return the tokens of a document, int32 [T]."""
+        return self.batch([text])[0]
+
+    def batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
+        """Return the tokens of several documents, encoded in threads unless TOKENIZERS_PARALLELISM is false."""
+        return [np.array([*each.ids, *self._last], np.int32) for each in self._loaded.encode_batch_fast(list(texts))]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Keep the tokenizers of Hugging Face from starting a thread for each CPU of the machine."""
+    before = os.environ.get(_PARALLELISM)
+    os.environ[_PARALLELISM] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_PARALLELISM]
+        else:
+            os.environ[_PARALLELISM] = before
 
 
 def name_of(tokenizer: Tokenizer) -> str:

@@ -72,7 +72,7 @@ class Images:
         Raises:
             DataError: Pillow is missing, there are no images, one is damaged or in no class, or `classes` lacks one.
         """
-        _check_pillow()
+        check_pillow()
         names, sizes = self._list()
         labels = self._labels(names)
         listed = "\0".join(f"{name}\0{size}" for name, size in zip(names, sizes, strict=True))
@@ -251,11 +251,12 @@ class ImageSource:
         return self.names[index * _FRAGMENT_ROWS + row]
 
 
-def _check_pillow() -> None:
+def check_pillow() -> None:
+    """Raise a `DataError` if Pillow is missing."""
     try:
         import PIL  # noqa: F401
     except ImportError as error:
-        raise DataError("Images needs Pillow: pip install 'headway[images]'") from error
+        raise DataError("images need Pillow: pip install 'headway[images]'") from error
 
 
 def _open(folder: str, name: str) -> Any:

@@ -28,8 +28,8 @@ from ..paths import Found, PathLike, Paths, absolute, find_all, name_files, near
 from .base import OnBadRow, check_options
 from .index_cache import Index, cached_file, cached_index, index_folder, open_file, path_for
 
-_COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
-SUFFIXES = tuple(f"{each}{zipped}" for each in (".jsonl", ".ndjson") for zipped in ("", *_COMPRESSED))
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+SUFFIXES = tuple(f"{each}{zipped}" for each in (".jsonl", ".ndjson") for zipped in ("", *COMPRESSED))
 # A fragment ends at the first of these.
 _FRAGMENT_ROWS, _FRAGMENT_BYTES = 1024, 2**20
 _INT64 = range(-(2**63), 2**63)
@@ -86,7 +86,7 @@ class JsonLines:
     def _open_file(self, found: Found, name: str) -> LineFile:
         folder = index_folder(found, self.index)
         path = found.path
-        if codec := next((codec for suffix, codec in _COMPRESSED.items() if path.endswith(suffix)), None):
+        if codec := next((codec for suffix, codec in COMPRESSED.items() if path.endswith(suffix)), None):
             path = str(cached_file(path_for(found, folder, ".lines"), lambda to: _decompress(found, to, codec)))
         arrays, facts = cached_index(path_for(found, folder, ".lines-1.npz"), lambda: _build(found, path))
         return LineFile(path, name, arrays, facts)

@@ -1,34 +1,16 @@
 """The commands `headway data ...`: prepare and show datasets."""
 
-import sys
 from dataclasses import asdict
-from typing import Annotated, Literal, cast
+from typing import Annotated
 
 import typer
 
 from .options import Json, print_json
+from .prepare import prepare_data, prepare_image_data
 
 data_app = typer.Typer(help="Prepare and show data.", no_args_is_help=True, rich_markup_mode=None)
-
-
-@data_app.command("prepare")
-def prepare_data(
-    inputs: Annotated[list[str], typer.Argument(metavar="INPUT", help="Text files, folders or globs.")],
-    output: Annotated[str, typer.Option("-o", "--output", help="Folder for the Parquet files.")],
-    row_length: Annotated[int, typer.Option(help="Tokens per row.")],
-    tail: Annotated[str, typer.Option(help="How to handle the last, short row: drop or pad.")] = "drop",
-) -> None:
-    """Tokenize text into Parquet rows, one token per byte.
-
-    To resume after an interruption, run the same command again.
-    """
-    from headway.datasets.prepare import prepare_text
-
-    if tail not in ("drop", "pad"):
-        raise typer.BadParameter(f"must be drop or pad, got {tail!r}", param_hint="--tail")
-    progress = (lambda done: print(done, file=sys.stderr, flush=True)) if sys.stderr.isatty() else None
-    kept = cast(Literal["drop", "pad"], tail)
-    print(prepare_text(inputs, output, row_length=row_length, tail=kept, progress=progress))
+data_app.command("prepare")(prepare_data)
+data_app.command("prepare-images")(prepare_image_data)
 
 
 @data_app.command("show")

@@ -131,11 +131,11 @@ def submit(
 
             print(job_preview(experiment, arguments, request))
             return
-        jobs = _connect(address)
+        jobs = connect_to_jobs(address)
         job = jobs.submit(experiment, arguments, request)
     print(f"{experiment.name}: submitted as {job}; its files: {experiment.run_dir}", flush=True)
     if follow:
-        raise typer.Exit(_follow(jobs, job))
+        raise typer.Exit(follow_job(jobs, job))
 
 
 def _print_missed_files(experiment: "Experiment") -> None:
@@ -150,7 +150,7 @@ def show_job(job: _Job, address: _Address = _DASHBOARD, as_json: Json = False) -
     """Print the status, the command and the environment of a job."""
     from ..cluster.jobs import job_document, job_page
 
-    found = _connect(address).find(job)
+    found = connect_to_jobs(address).find(job)
     if as_json:
         print_json("job", job=job_document(found))
     else:
@@ -162,7 +162,7 @@ def list_jobs(address: _Address = _DASHBOARD, as_json: Json = False) -> None:
     """List the jobs of a cluster, last submitted first."""
     from ..cluster.jobs import job_summary, jobs_table
 
-    jobs = _connect(address).all()
+    jobs = connect_to_jobs(address).all()
     if as_json:
         print_json("jobs", jobs=[job_summary(job) for job in jobs])
     else:
@@ -178,10 +178,10 @@ def show_log(
     ] = False,
 ) -> None:
     """Print the output of a job."""
-    jobs = _connect(address)
+    jobs = connect_to_jobs(address)
     name = str(jobs.find(job).submission_id)
     if follow:
-        raise typer.Exit(_follow(jobs, name))
+        raise typer.Exit(follow_job(jobs, name))
     print(jobs.log(name), end="")
 
 
@@ -196,7 +196,7 @@ def stop_job(
 
     To resume the run, submit it again.
     """
-    print(_connect(address).stop(job, now=now, wait=wait))
+    print(connect_to_jobs(address).stop(job, now=now, wait=wait))
 
 
 @cluster_app.command("check")
@@ -231,7 +231,8 @@ def check_cluster(
     raise typer.Exit(2 if misfits else 0)
 
 
-def _connect(address: str) -> "Jobs":
+def connect_to_jobs(address: str) -> "Jobs":
+    """Return the jobs of the cluster whose dashboard is at an address."""
     from ..cluster.jobs import Jobs
 
     jobs = Jobs(address)
@@ -240,7 +241,8 @@ def _connect(address: str) -> "Jobs":
     return jobs
 
 
-def _follow(jobs: "Jobs", job: str) -> int:
+def follow_job(jobs: "Jobs", job: str) -> int:
+    """Print the output of a job until it ends, and return its exit code."""
     try:
         return jobs.follow(job, lambda text: print(text, end="", flush=True))
     except KeyboardInterrupt:

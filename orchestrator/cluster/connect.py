@@ -184,7 +184,7 @@ def free_node_resources() -> list[dict[str, float]]:
         from ray._private.state import available_resources_per_node
 
         return [dict(free) for free in available_resources_per_node().values()]
-    except (ImportError, AttributeError, TypeError):
+    except (ImportError, AttributeError, TypeError, ValueError):
         return [ray.available_resources()]
 
 

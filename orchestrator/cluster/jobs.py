@@ -74,14 +74,31 @@ class Jobs:
         Raises:
             ConfigError: the cluster rejects the job.
         """
-        job = f"{experiment.name}-{secrets.token_hex(4)}"
+        metadata = {_RUN: experiment.name, _STORAGE: experiment.storage}
+        return self.submit_command(experiment.name, arguments, request, metadata=metadata)
+
+    def submit_command(
+        self, name: str, arguments: Sequence[str], request: JobRequest, *, metadata: dict[str, str] | None = None
+    ) -> str:
+        """Submit a command of `headway` with a copy of the current directory, and return the job's name.
+
+        Args:
+            name: what the job's name begins with.
+            arguments: arguments of `headway`.
+            request: environment and resources of the job.
+            metadata: for `jobs ls`.
+
+        Raises:
+            ConfigError: the cluster rejects the job.
+        """
+        job = f"{name}-{secrets.token_hex(4)}"
         with _copy_of_headway() as headway_folder, self._as_config_errors():
             modules = [headway_folder, *(request.runtime_env.get("py_modules") or ())]
             self._client.submit_job(
                 entrypoint=entrypoint(arguments),
                 submission_id=job,
                 runtime_env={**request.runtime_env, "working_dir": os.getcwd(), "py_modules": modules},
-                metadata={_RUN: experiment.name, _STORAGE: experiment.storage},
+                metadata=metadata,
                 entrypoint_num_cpus=request.num_cpus,
                 entrypoint_num_gpus=request.num_gpus,
                 entrypoint_memory=request.memory_bytes,

@@ -158,15 +158,17 @@ def _is_excluded(path: Path, rules: Sequence[_Rule]) -> bool:
 def _ignore_rules(folder: Path) -> list[_Rule]:
     """Return the rules of a folder's .gitignore and .rayignore, as Ray applies them.
 
-    Ray has no public function for this. Without it there are no rules, and nothing is reported as missing.
+    Ray has no public function for this. Without its private one there are no rules: everything seems to be uploaded,
+    and only what is outside of the folder is reported as missing.
     """
-    try:
-        from ray._private.runtime_env.packaging import get_excludes_from_ignore_files
-    except ImportError:
-        return []
     if not folder.is_dir():
         return []
     use_gitignore = os.environ.get("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "0") != "1"
     quiet = logging.getLogger(f"{__name__}.quiet")
     quiet.disabled = True
-    return list(get_excludes_from_ignore_files(folder, include_gitignore=use_gitignore, logger=quiet))
+    try:
+        from ray._private.runtime_env.packaging import get_excludes_from_ignore_files
+
+        return list(get_excludes_from_ignore_files(folder, include_gitignore=use_gitignore, logger=quiet))
+    except (ImportError, TypeError):
+        return []

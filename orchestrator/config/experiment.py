@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -24,6 +25,15 @@ _Placement = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 _SOME = 0.001
 RAYS_BACKENDS = ("hccl", "tpu_dist")
 """Backends whose packages Ray Train loads in the workers, so that the driver need not know them."""
+_NOT_FOR_WORKERS = {
+    "env_vars": "use env",
+    "worker_process_setup_hook": (
+        "Ray runs it only for a whole job, by `headway submit --runtime-env` or ray.init(runtime_env=...); for the "
+        "workers, call the function in the trainer's on_fit_start or at the top of its file"
+    ),
+    "excludes": "Ray applies it only where it uploads a folder, for a whole job; use .rayignore",
+    "java_jars": "workers run Python",
+}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -47,7 +57,8 @@ class Scaling:
             (a node each).
         label_selector: labels that the nodes of the workers must have, such as {"ray.io/market-type": "!spot"}.
         env: environment variables of the workers, such as {"NCCL_SOCKET_IFNAME": "eth0"}. They are in the record.
-        runtime_env: Ray's `runtime_env` of the workers, such as {"pip": ["einops"]}; without spare processes.
+        runtime_env: Ray's `runtime_env` of the workers, such as {"pip": ["einops"]}; without spare processes. Fields
+            that Ray applies to whole jobs only are refused, such as `worker_process_setup_hook`.
         evaluation_worker: resources of one more worker, such as {"CPU": 4, "GPU": 1}, which evaluates the checkpoints
             of the run while the others go on training. Needs `evaluate_every=None` in the config. None: the workers
             pause to evaluate.
@@ -101,8 +112,7 @@ class Scaling:
             for key, value in getattr(self, name).items():
                 if not isinstance(value, str):
                     raise ConfigError(f"{name}[{key!r}] must be a string, got {value!r}: write it in quotes")
-        if "env_vars" in self.runtime_env:
-            raise ConfigError("runtime_env['env_vars'] is not allowed: use env")
+        _check_runtime_env(self.runtime_env)
         for name, amount in (self.evaluation_worker or {}).items():
             if not amount > 0:
                 raise ConfigError(f"evaluation_worker[{name!r}] must be > 0, got {amount!r}")
@@ -157,6 +167,35 @@ class Scaling:
     def reserved_by(self, workers: int) -> dict[str, float]:
         """Return the resources that this many training workers reserve, by Ray's names."""
         return {name: amount * workers for name, amount in self.worker_resources.items()}
+
+
+def _check_runtime_env(found: Mapping[str, Any]) -> None:
+    """Check a `runtime_env` of workers. Ray ignores some of its fields for them, or refuses them when they start."""
+    for name, instead in _NOT_FOR_WORKERS.items():
+        if name in found:
+            raise ConfigError(f"runtime_env[{name!r}] is not allowed: {instead}")
+    if "eager_install" in (found.get("config") or {}):
+        raise ConfigError("runtime_env['config']['eager_install'] has no effect on workers: leave it out")
+    modules = found.get("py_modules") or ()
+    for name, path in [("working_dir", found.get("working_dir")), *(("py_modules", each) for each in modules)]:
+        if path is not None and "://" not in str(path):
+            raise ConfigError(
+                f"runtime_env[{name!r}] must be a URI such as s3://bucket/code.zip, got {str(path)!r}: Ray uploads "
+                "folders for a whole job only, by `headway submit` or ray.init(runtime_env=...)"
+            )
+    if not found:
+        return
+    from ray.runtime_env import RuntimeEnv
+
+    # Plugins of a cluster have names of their own.
+    unknown = sorted(set(found) - RuntimeEnv.known_fields) if "RAY_RUNTIME_ENV_PLUGINS" not in os.environ else ()
+    if unknown:
+        known = ", ".join(sorted({each for each in RuntimeEnv.known_fields if each[0] != "_"} - {*_NOT_FOR_WORKERS}))
+        raise ConfigError(f"runtime_env[{unknown[0]!r}] is unknown to Ray, which would ignore it: use {known}")
+    try:
+        RuntimeEnv(**found)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"runtime_env is invalid: {' '.join(str(error).split())}") from error
 
 
 def _range(workers: Sequence[int]) -> int | tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ import ray
 import ray.train
 import torch.distributed as dist
 from ray.train.torch import TorchConfig
+
+logger = logging.getLogger(__name__)
 
 _ADDRESS = "127.0.0.1"
 # torch's stubs do not export it.
@@ -37,6 +40,11 @@ class LoopbackTorchConfig(TorchConfig):  # type: ignore[misc]  # Ray has no type
 
 class _LoopbackBackend(TorchConfig().backend_cls):  # type: ignore[misc]  # its class depends on the version of Ray
     def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
+        if not all(hasattr(worker_group, name) for name in ("execute_single", "execute_single_async")):
+            # Ray says of neither that it will stay.
+            logger.warning("the store of the process group listens on all network interfaces, not only on loopback")
+            super().on_start(worker_group, backend_config)
+            return
         timeout_s, size = backend_config.timeout_s, len(worker_group)
         port = worker_group.execute_single(0, _open_store, timeout_s)
         # By position: the first argument of `execute_single_async` is called rank, too.

@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeGuard
 
 from ray import cloudpickle
@@ -175,14 +175,14 @@ def passing_function_by_value(trainer_class: type[Any]) -> type[Any]:
 
     Ray Train puts it into the object store, and each node keeps a copy. When a machine is lost, workers restart before
     Ray has noticed, and one that asks the lost machine for the function waits 10 s before it asks another. The method
-    is private: if Ray no longer calls it, only restarts take longer.
+    is private: if Ray no longer calls it, or calls it otherwise, only restarts take longer.
     """
 
     class ByValue(trainer_class):  # type: ignore[misc]
-        def _initialize_and_run_controller(self, **settings: Any) -> Any:
-            if (reference := settings.get("train_fn_ref")) is not None:
-                settings["train_fn_ref"] = _by_value(reference.get())
-            return super()._initialize_and_run_controller(**settings)
+        def _initialize_and_run_controller(self, *others: Any, **settings: Any) -> Any:
+            with suppress(KeyError, AttributeError, TypeError):
+                settings["train_fn_ref"] = _by_value(settings["train_fn_ref"].get())
+            return super()._initialize_and_run_controller(*others, **settings)
 
     return ByValue
 

@@ -20,6 +20,7 @@ ALLOWED = {
     "trainer": {"torch", "numpy", "xxhash"},
     "datasets": {
         *("ray.cloudpickle", "ray.data", "ray.exceptions", "ray.get", "ray.is_initialized"),
+        *("ray.cluster_resources", "ray.put", "ray.remote", "ray.wait"),
         *("pyarrow", "numpy", "torch", "fsspec", "xxhash"),
     },
     "orchestrator": {
@@ -33,8 +34,8 @@ ALLOWED_INSIDE_FUNCTIONS = {
     # torch depends on fsspec; a run that stays on this machine does not pay for the import, nor one without an export.
     # torchao is asked for by name, in the config, and need not be there.
     "trainer": {"cryptography", "fsspec", "pandas", "safetensors", "torchao"},
-    # Only images need it.
-    "datasets": {"PIL"},
+    # Only images and tokenizers of Hugging Face need them.
+    "datasets": {"PIL", "tokenizers"},
     # They need not be there: who asks for a report, or for a search by Optuna, is told how to get them.
     # grpc comes with Ray's dashboard.
     "orchestrator": {"grpc", "optuna", "plotly"},

@@ -168,7 +168,7 @@ def test_what_is_no_folder_of_images_is_refused(folder: Path, tmp_path: Path) ->
 
 def test_without_pillow_the_error_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(DataError, match=r"Images needs Pillow: pip install 'headway\[images\]'"):
+    with pytest.raises(DataError, match=r"images need Pillow: pip install 'headway\[images\]'"):
         Images(folder).open()
 
 

@@ -233,3 +233,20 @@ def test_a_sweep_is_a_job_and_needs_no_python_on_the_path_of_the_head(warm_worke
     assert "green" not in shown
     trials = [Run(str(storage / "line" / f"trial-{index:03d}")) for index in range(2)]
     assert [(trial.status, trial.record.steps) for trial in trials] == [("completed", 9)] * 2
+
+
+@pytest.mark.extended
+def test_data_is_prepared_by_a_job_with_a_tokenizer_of_the_current_directory(head: str, project: Path) -> None:
+    (project / "mine.py").write_text("def words(text):\n    return [len(word) for word in text.split()]\n")
+    texts = [{"text": f"document {number} " * 9} for number in range(200)]
+    source = project.parent / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in texts))
+    output = project.parent / "tokens"
+    command = (
+        "data", "prepare", str(source), "-o", str(output), "--tokenizer", "mine.py:words", "--part-mb", "0.002",
+        "--tasks", "3", "--address", head,
+    )  # fmt: skip
+    out = done(headway(project, *command))
+    assert f"{output} prepared: 200 rows, 3,600 tokens" in out
+    assert len(list(output.glob("*.parquet"))) > 8
+    assert "already prepared" in done(headway(project, *command))

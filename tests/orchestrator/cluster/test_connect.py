@@ -203,6 +203,12 @@ def test_the_free_resources_are_known_node_by_node(ray_session: None) -> None:
         time.sleep(0.1)
 
 
+def test_without_the_private_call_the_free_resources_are_those_of_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 6.0})
+    monkeypatch.delattr("ray._private.state.available_resources_per_node")
+    assert free_node_resources() == [{"CPU": 6.0}]
+
+
 def test_a_ray_without_the_constant_for_loopback_starts_and_says_that_it_listens_everywhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

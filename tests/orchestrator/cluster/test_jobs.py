@@ -190,6 +190,19 @@ def test_the_survey_of_the_upload_agrees_with_ray(project: Path, tmp_path: Path)
     assert (upload.files, upload.size_bytes) == (len(sent), sum(each.file_size for each in sent))
 
 
+@pytest.mark.parametrize("change", ["gone", "other arguments"])
+def test_without_rays_rules_everything_counts_as_uploaded(
+    project: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    if change == "gone":
+        monkeypatch.setitem(sys.modules, "ray._private.runtime_env.packaging", None)
+    else:
+        monkeypatch.setattr("ray._private.runtime_env.packaging.get_excludes_from_ignore_files", lambda folder: [])
+    assert survey_upload(project).excluded == ()
+    found = missed_files(resolve("train_missed.py"), Path.cwd())
+    assert [each.partition(": ")[0] for each in found] == ["the job will not have ../beside.json (train_missed.py:16)"]
+
+
 def test_a_dry_run_shows_the_job_without_a_cluster_and_without_secrets(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

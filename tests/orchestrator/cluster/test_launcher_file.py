@@ -8,6 +8,7 @@ import logging
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import yaml
 
 from headway.orchestrator import Experiment, Scaling
 from headway.orchestrator.cli.main import main
+from headway.orchestrator.cluster import ray_launcher
 from headway.orchestrator.cluster.launcher_file import load_cluster, misfits_of
 from headway.orchestrator.cluster.starter_files import render
 from headway.trainer import Duration
@@ -240,6 +242,14 @@ def test_without_rays_private_functions_the_schema_is_checked(tmp_path: Path, mo
         load(tmp_path, changed("idle_timout", 5))
     with pytest.raises(ConfigError, match="available_node_types is required for aws"):
         load(tmp_path, changed("available_node_types", None))
+
+
+def test_without_rays_schema_its_own_checks_remain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """See `schema_faults`. That the schema is there, `test_all_faults_are_told_at_once` shows."""
+    monkeypatch.setattr(ray_launcher, "json", SimpleNamespace(loads=lambda _: json.loads("no longer JSON")))
+    assert len(load(tmp_path, OURS).groups) == 4
+    with pytest.raises(ConfigError, match="'idle_timout' was unexpected"):
+        load(tmp_path, changed("idle_timout", 5))
 
 
 def test_machines_of_ones_own_are_a_cluster_whose_machines_nobody_describes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,6 +19,7 @@ from headway.orchestrator import Scaling
 from headway.orchestrator.cluster.connect import unused_gpus, with_gpus
 from headway.orchestrator.runs.open import open_run
 from headway.orchestrator.runs.resume import ResumeOptions
+from headway.orchestrator.train.loopback_store import LoopbackTorchConfig
 from headway.orchestrator.train.worker_group import _MOST_RAY_RETRIES, passing_function_by_value, run_worker_group
 from headway.trainer import ConfigError, ParallelConfig
 from tests.orchestrator.runs.test_run import experiment
@@ -89,6 +91,27 @@ def test_workers_get_the_training_function_without_the_object_store(
     assert ray.cloudpickle.loads(ray.cloudpickle.dumps(given["train_fn_ref"])).get()() == "the result"
 
 
+@pytest.mark.parametrize("arguments", [{}, {"train_fn_ref": object()}, {"function": "another name"}])
+def test_a_ray_that_passes_the_function_otherwise_trains(arguments: dict[str, Any]) -> None:
+    class Changed:
+        def _initialize_and_run_controller(self, *others: Any, **settings: Any) -> Any:
+            return others, settings
+
+    changed: Any = passing_function_by_value(Changed)()
+    assert changed._initialize_and_run_controller("context", **arguments) == (("context",), arguments)
+
+
+def test_workers_whose_group_has_other_methods_start_as_ray_starts_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = LoopbackTorchConfig(backend="gloo").backend_cls
+    started: list[Any] = []
+    monkeypatch.setattr(backend.__mro__[1], "on_start", lambda _, *given: started.append(given))
+    backend().on_start("a group", "a config")
+    assert started == [("a group", "a config")]
+    assert "the store of the process group listens on all network interfaces" in caplog.text
+
+
 def test_gpus_are_used_by_default_where_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -116,12 +139,38 @@ def test_gpus_are_used_by_default_where_there_are_enough(monkeypatch: pytest.Mon
         ({"placement_strategy": "CLOSE"}, "placement_strategy must be PACK, SPREAD, STRICT_PACK, STRICT_SPREAD"),
         ({"env": {"NCCL_IB_DISABLE": 1}}, r"env\['NCCL_IB_DISABLE'\] must be a string, got 1: write it in quotes"),
         ({"runtime_env": {"env_vars": {}}}, r"runtime_env\['env_vars'\] is not allowed: use env"),
+        ({"runtime_env": {"worker_process_setup_hook": "a.b"}}, "Ray runs it only for a whole job, .* on_fit_start"),
+        ({"runtime_env": {"excludes": ["data"]}}, r"runtime_env\['excludes'\] is not allowed: .* use .rayignore"),
+        ({"runtime_env": {"config": {"eager_install": False}}}, "has no effect on workers: leave it out"),
+        ({"runtime_env": {"working_dir": "."}}, r"working_dir'\] must be a URI such as .*, got '\.'"),
+        ({"runtime_env": {"py_modules": ["s3://b/c.zip", "mine"]}}, "py_modules'] must be a URI .* got 'mine'"),
+        ({"runtime_env": {"pips": ["einops"]}}, "runtime_env.'pips'. is unknown to Ray, which would ignore it: use co"),
+        ({"runtime_env": {"pip": ["einops"], "conda": "base"}}, "runtime_env is invalid: .* at the same time"),
         ({"gpus_per_worker": -1}, "gpus_per_worker must be >= 0, got -1"),
     ],
 )
 def test_invalid_options_are_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Scaling(**settings)
+
+
+@pytest.mark.ray
+def test_ray_ignores_for_actors_what_is_refused_as_an_option_of_workers(ray_session: None) -> None:
+    """If this fails, Ray may run the hook for workers, too, and `Scaling` may accept it."""
+
+    class Worker:
+        def environment(self) -> dict[str, str]:
+            return dict(os.environ)
+
+    worker: Any = ray.remote(Worker)
+    hook = {"worker_process_setup_hook": "tests.orchestrator.train.test_worker_options.set_a_variable"}
+    actor = worker.options(num_cpus=0, runtime_env=hook).remote()
+    assert "HEADWAY_TEST_OF_A_HOOK" not in ray.get(actor.environment.remote(), timeout=120)
+    ray.kill(actor)
+
+
+def set_a_variable() -> None:
+    os.environ["HEADWAY_TEST_OF_A_HOOK"] = "1"
 
 
 def test_backends_are_checked_against_the_devices_of_the_workers(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from .errors import DataError
-from .paths import Paths
+from ..errors import DataError
+from ..paths import Paths
 
 
 def split_files(inputs: Paths, *, held_out: float = 0.05, seed: int = 0) -> tuple[list[Path], list[Path]]:

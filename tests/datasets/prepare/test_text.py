@@ -31,21 +31,24 @@ def texts(tmp_path: Path) -> Path:
     return tmp_path / "texts"
 
 
-OPTIONS: dict[str, Any] = {"row_length": 10, "rows_per_group": 4, "rows_per_file": 10}
+OPTIONS: dict[str, Any] = {"row_length": 10, "rows_per_group": 4}
 
 
-def tokens_of(folder: Path) -> list[int]:
-    files = sorted(folder.glob("*.parquet"))
+def tokens_of(folder: Path | str) -> list[int]:
+    files = sorted(Path(folder).glob("*.parquet"))
     return [int(token) for file in files for token in to_rows(pq.read_table(file))["tokens"].reshape(-1)]
 
 
-def bytes_of(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+def bytes_of(folder: Path | str) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
+
+
+def everything_of(name: str) -> list[int]:
+    return [int(token) for token in ByteTokenizer()(TEXTS[name])]
 
 
 def everything() -> list[int]:
-    tokenizer = ByteTokenizer()
-    return [int(token) for name in sorted(TEXTS) for token in tokenizer(TEXTS[name])]
+    return [token for name in sorted(TEXTS) for token in everything_of(name)]
 
 
 def test_rows_are_the_documents_end_to_end(texts: Path, tmp_path: Path) -> None:
@@ -55,8 +58,8 @@ def test_rows_are_the_documents_end_to_end(texts: Path, tmp_path: Path) -> None:
     assert (made.rows, made.tokens, made.already_done) == (len(whole) // 10, len(whole) // 10 * 10, False)
     source = read_source(made.path)
     assert source.rows == made.rows
-    assert source.fragment_rows.tolist()[:4] == [4, 4, 2, 4]
-    assert len(source.files) == made.files == -(-made.rows // 10)
+    assert source.fragment_rows.tolist()[:3] == [4, 4, 4]
+    assert len(source.files) == made.files == 1
     assert not (tmp_path / "out.partial").exists()
 
 
@@ -90,30 +93,70 @@ def _failing(after: int) -> Callable[[str], Any]:
     return bytes_but_not_for_ever
 
 
+PARTS = {**OPTIONS, "part_bytes": 1}
+"""Every document is a part; the empty one has one with the next."""
+
+
+def test_leftovers_of_parts_make_the_last_rows(texts: Path, tmp_path: Path) -> None:
+    made = prepare_text(texts, tmp_path / "out", tail="pad", pad=257, **PARTS)
+    names = [["a.txt"], ["b/c.txt"], ["b/d.txt", "e.txt"], ["f.txt"]]
+    pieces = [[token for name in each for token in everything_of(name)] for each in names]
+    whole = [token for each in pieces for token in each[: len(each) // 10 * 10]]
+    rest = [token for each in pieces for token in each[len(each) // 10 * 10 :]]
+    assert tokens_of(made.path) == whole + rest + [257] * (-len(rest) % 10)
+    # "hello" fills no row.
+    files = [each.name for each in sorted(Path(made.path).glob("*.parquet"))]
+    assert files == [f"part-0000{number}.parquet" for number in (1, 2, 3, 4)]
+
+
 def test_interrupted_anywhere_it_goes_on_and_ends_with_the_same_bytes(texts: Path, tmp_path: Path) -> None:
-    reference = bytes_of(prepare_text(texts, tmp_path / "whole", tokenizer=_failing(99), **OPTIONS).path)
+    reference = bytes_of(prepare_text(texts, tmp_path / "whole", tokenizer=_failing(99), **PARTS).path)
     for after in range(1, 1 + len(TEXTS)):  # once for its beginning, then once for each
         out = tmp_path / f"out-{after}"
         with pytest.raises(_Interrupted):
-            prepare_text(texts, out, tokenizer=_failing(after), **OPTIONS)
+            prepare_text(texts, out, tokenizer=_failing(after), **PARTS)
         assert not out.exists(), "a folder that is there is whole"
-        finished = {
-            file.name: file.stat().st_mtime_ns for file in out.with_name(out.name + ".partial").glob("*.parquet")
-        }
-        prepare_text(texts, out, tokenizer=_failing(99), **OPTIONS)
+        partial = out.with_name(out.name + ".partial")
+        with pytest.raises(DataError, match="out-.*partial is not complete: it is being prepared"):
+            read_source(partial)
+        finished = {file.name: file.stat().st_mtime_ns for file in partial.glob("*.parquet")}
+        shown: list[PrepareProgress] = []
+        prepare_text(texts, out, tokenizer=_failing(99), progress=shown.append, **PARTS)
         assert bytes_of(out) == reference
+        assert shown[-1].parts_kept == [0, 1, 2, 2, 3][after - 1]
         assert {name: (out / name).stat().st_mtime_ns for name in finished} == finished, (
             "finished files are not made again"
         )
 
 
+def test_a_finished_file_that_was_damaged_is_made_again(
+    texts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reference = bytes_of(prepare_text(texts, tmp_path / "whole", tokenizer=_failing(99), **PARTS).path)
+    with pytest.raises(_Interrupted):
+        prepare_text(texts, tmp_path / "out", tokenizer=_failing(5), **PARTS)
+    damaged = tmp_path / "out.partial" / "part-00001.parquet"
+    damaged.write_bytes(b"x" * damaged.stat().st_size)
+    (tmp_path / "out.partial" / "part-00002.parquet").unlink()
+    prepare_text(texts, tmp_path / "out", tokenizer=_failing(99), **PARTS)
+    assert bytes_of(tmp_path / "out") == reference
+    assert caplog.text.count("is damaged or missing, and is made again") == 2
+
+
+def test_a_finished_folder_that_lacks_a_file_is_named(texts: Path, tmp_path: Path) -> None:
+    made = prepare_text(texts, tmp_path / "out", **PARTS)
+    (Path(made.path) / "part-00003.parquet").unlink()
+    with pytest.raises(DataError, match="out/part-00003.parquet is missing or damaged: delete the folder"):
+        prepare_text(texts, tmp_path / "out", **PARTS)
+
+
 def test_finished_it_says_so_at_once(texts: Path, tmp_path: Path) -> None:
     made = prepare_text(texts, tmp_path / "out", **OPTIONS)
-    before = {file: file.stat().st_mtime_ns for file in made.path.iterdir()}
+    before = {file: file.stat().st_mtime_ns for file in Path(made.path).iterdir()}
     again = prepare_text(texts, tmp_path / "out", **OPTIONS)
     assert again.already_done
     assert (again.rows, again.tokens, again.files) == (made.rows, made.tokens, made.files)
-    assert {file: file.stat().st_mtime_ns for file in made.path.iterdir()} == before
+    assert {file: file.stat().st_mtime_ns for file in Path(made.path).iterdir()} == before
     assert "already prepared" in str(again)
     assert " prepared: " in str(made)
 
@@ -158,23 +201,18 @@ def test_another_tokenizer_of_the_same_name_is_told_apart(texts: Path, tmp_path:
     ):
         prepare_text(texts, tmp_path / "out", tokenizer=_Letters(2, "small").encode, **OPTIONS)
     assert prepare_text(texts, tmp_path / "out", tokenizer=_Letters(1, "small").encode, **OPTIONS).already_done
-    # Output from before this was recorded is accepted.
-    record = json.loads((tmp_path / "out" / "prepared.json").read_text())
-    del record["first_tokens"]
-    (tmp_path / "out" / "prepared.json").write_text(json.dumps(record))
-    assert prepare_text(texts, tmp_path / "out", tokenizer=_Letters(1, "small").encode, **OPTIONS).already_done
 
 
 def test_the_output_may_lie_in_the_input(texts: Path, tmp_path: Path) -> None:
-    reference = prepare_text(texts, tmp_path / "out", **OPTIONS)
+    reference = prepare_text(texts, tmp_path / "out", **PARTS)
     with pytest.raises(_Interrupted):
-        prepare_text(texts, texts / "out", tokenizer=_failing(5), **OPTIONS)
+        prepare_text(texts, texts / "out", tokenizer=_failing(5), **PARTS)
     assert list((texts / "out.partial").glob("*.parquet"))
-    made = prepare_text(texts, texts / "out", tokenizer=_failing(99), **OPTIONS)
+    made = prepare_text(texts, texts / "out", tokenizer=_failing(99), **PARTS)
     assert tokens_of(made.path) == tokens_of(reference.path)
-    assert prepare_text(texts, texts / "out", tokenizer=_failing(99), **OPTIONS).already_done
+    assert prepare_text(texts, texts / "out", tokenizer=_failing(99), **PARTS).already_done
     with pytest.raises(DataError, match="contains only files of the output folder"):
-        prepare_text(made.path, made.path, **OPTIONS)
+        prepare_text(made.path, made.path, **PARTS)
 
 
 def test_who_makes_the_same_folder_meanwhile_is_waited_for(
@@ -220,7 +258,7 @@ def test_any_function_is_a_tokenizer(texts: Path, tmp_path: Path) -> None:
 
     made = prepare_text(texts, tmp_path / "out", row_length=5, tokenizer=lengths)
     assert tokens_of(made.path)[:5] == [5, 5, 5, 5, 5]
-    assert "lengths" in json.loads((made.path / "prepared.json").read_text())["tokenizer"]
+    assert "lengths" in json.loads(Path(made.path, "_prepared.json").read_text())["tokenizer"]
 
 
 @pytest.mark.parametrize(
@@ -242,9 +280,12 @@ def test_a_tokenizer_that_returns_something_else_is_named(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"row_length": 0}, "must be integers >= 1, got 0"),
+        ({"row_length": 0}, "must be integers >= 1, got 0, 4"),
         ({"tail": "keep"}, "tail must be 'drop' or 'pad', got 'keep'"),
-        ({"row_length": 10**6}, "row_length 1000000 exceeds the tokens of .*; use a smaller row_length, or tail='pad'"),
+        (
+            {"row_length": 10**6},
+            "row_length 1000000 exceeds the tokens of all inputs; use a smaller row_length, or tail='pad'",
+        ),
     ],
 )
 def test_options_that_make_no_sense(texts: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -265,8 +306,8 @@ def test_input_that_is_not_there(tmp_path: Path) -> None:
 def test_progress_is_shown(texts: Path, tmp_path: Path) -> None:
     shown: list[PrepareProgress] = []
     made = prepare_text(texts, tmp_path / "out", progress=shown.append, **OPTIONS)
-    assert (shown[-1].files_done, shown[-1].files, shown[-1].rows) == (5, 5, made.rows)
-    assert "5 of 5 files" in str(shown[-1])
+    assert (shown[-1].parts_done, shown[-1].parts, shown[-1].rows) == (1, 1, made.rows)
+    assert "1 of 1 parts" in str(shown[-1])
 
 
 def test_held_out_files_are_chosen_by_name(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..checkpoints.rng import preserve_rng, seed_for
 from ..errors import ConfigError, DataError
 from .dataloader_stream import ceil_div, shut_down_workers, unsupported_part
+from .iterator_state import IteratorState, has_iterator_state
 from .protocols import GlobalBatch, Guarantee, LoadedBatch, ShardInfo, Stateful
 from .repeats import WorkerRepeats
 from .tree import batch_size
@@ -28,14 +29,16 @@ class IterableStream:
     """
 
     def __init__(self, data: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
-        self._make: Callable[[], Iterable[Any]] = data if not isinstance(data, Iterable) else lambda: data
-        self._data = data
         self._is_iterator = isinstance(data, Iterator)
+        self._num_batches = _length(data)
+        self._name = type(data).__name__
+        read = IteratorState(data) if isinstance(data, Iterable) and has_iterator_state(data) else data
+        self._make: Callable[[], Iterable[Any]] = read if not isinstance(read, Iterable) else lambda: read
+        self._data = read
         self._batches: Iterator[Any] | None = None
         self._copied_from: Any = None
         self._loader: DataLoader[Any] | None = None
         self._epoch: int | None = None
-        self._num_batches = _length(data)
         self._position: _RankPosition | None = None
 
     @property
@@ -88,7 +91,7 @@ class IterableStream:
                 f"stream. {why} brings its own batches; set gradient_accumulation_steps instead"
             )
         if shard.training and self._num_batches == 0:
-            raise DataError(f"the training data, a {type(self._data).__name__}, has no batches")
+            raise DataError(f"the training data, a {self._name}, has no batches")
         if shard.training and self.guarantee == "state":
             self._position = _RankPosition(shard)
         if shard.rank == 0 and shard.world_size > 1:
@@ -271,7 +274,8 @@ class _Position:
 def state_of(data: Any) -> Stateful | None:
     """Return the object whose state is the position in `data`, or None.
 
-    The data itself, such as torchdata's `StatefulDataLoader`, a dataset or an iterator. Or the dataset of a DataLoader,
+    The data itself, such as torchdata's `StatefulDataLoader`, a dataset or an iterator. For data of Grain, see
+    `IteratorState`. Or the dataset of a DataLoader,
     if it is iterable, or its sampler, if the loader reads in this process: worker processes read ahead.
     """
     if isinstance(data, Stateful):

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import LambdaType
 from typing import Any
 
+import grain
 import pytest
 import torch
 from datasets import Dataset as HuggingFaceDataset
@@ -104,12 +105,45 @@ def _hugging_face() -> DataLoader[Any]:
     return DataLoader(ids, batch_size=4, collate_fn=lambda each: default_collate([rows[one["row"]] for one in each]))
 
 
+def _grain() -> Any:
+    rows = Rows(22)
+    data = grain.MapDataset.source(range(22)).seed(7).shuffle().map(lambda row: rows[row])
+    return data.to_iter_dataset().batch(4, batch_fn=default_collate)
+
+
+def _grain_endless() -> Any:
+    rows = Rows(22)
+    shuffled = grain.MapDataset.source(range(22)).seed(7).shuffle().repeat()
+    return iter(shuffled.map(lambda row: rows[row]).to_iter_dataset().batch(4, batch_fn=default_collate))
+
+
+def _grain_loader() -> Any:
+    sampler = grain.samplers.IndexSampler(22, shuffle=True, seed=3, num_epochs=1)
+    rows = Rows(22)
+    return grain.DataLoader(
+        data_source=range(22),
+        sampler=sampler,
+        operations=[_Row(rows), grain.transforms.Batch(4, batch_fn=default_collate)],
+    )
+
+
+class _Row(grain.transforms.Map):
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def map(self, element: int) -> Any:
+        return self.rows[element]
+
+
 SOURCES: dict[str, Callable[[], Any]] = {
     "own": lambda: Walk(),
     "iterator": lambda: Endless(),
     "dataset": lambda: DataLoader(Stream(), batch_size=4),
     "batch sampler": lambda: DataLoader(Rows(24), batch_sampler=Resumable(24)),
     "hugging face": lambda: _hugging_face(),
+    "grain": lambda: _grain(),
+    "grain, endless iterator": lambda: _grain_endless(),
+    "grain, loader": lambda: _grain_loader(),
     "torchdata": lambda: StatefulDataLoader(Rows(22), batch_size=4, shuffle=True),
     "torchdata, workers": lambda: StatefulDataLoader(Rows(24), batch_size=4, shuffle=True, num_workers=2),
 }

@@ -90,7 +90,7 @@ class HuggingFaceTokenizer:
                 raise DataError(f"the tokenizer {source} has no token {append!r}")
             self._last = [number]
         digest = hashlib.sha256(f"{self._loaded.to_str()}\0{self._last}".encode()).hexdigest()[:12]
-        self.name_or_path = f"{path.parent.name if path.name == 'tokenizer.json' else source} {digest}"
+        self.name_or_path: str = f"{path.parent.name if path.name == 'tokenizer.json' else source} {digest}"
 
     def __call__(self, text: str) -> npt.NDArray[np.int32]:
         """Return the tokens of a document, int32 [T]."""

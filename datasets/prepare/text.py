@@ -91,7 +91,7 @@ def prepare_text(
 
 @dataclass(frozen=True, slots=True)
 class TextPlan:
-    """What `prepare_text` would do, estimated from a sample of the input.
+    """What `prepare_text` would do, estimated from a sample of the input; made by `plan_text`.
 
     Attributes:
         parts: parts of the input, each of which becomes a Parquet file.

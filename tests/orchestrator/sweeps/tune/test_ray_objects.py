@@ -93,7 +93,8 @@ def test_pb2_changes_trials_as_pbt_does(tmp_path: Path) -> None:
     search = Search(
         space={RATE: LogUniform(1e-6, 1e-1), "config.dropout": Uniform(0, 0.1)}, trials=2, scheduler=scheduler
     )
-    result = sweep(experiment(tmp_path, max_epochs=6), search)
+    # Long enough that both train at the same time on a busy machine, too.
+    result = sweep(experiment(tmp_path, max_epochs=30), search)
     assert [trial.status for trial in result.trials] == ["completed", "completed"]
     changes = [event for event in read_events(Folder(result.sweep_dir)) if event["event"] == "trial_changed"]
     assert changes

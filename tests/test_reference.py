@@ -50,8 +50,8 @@ def test_every_public_name_is_on_a_page_of_the_reference(package: str) -> None:
 
 READ = {
     "ActiveRun", "CallbackList", "Checkpoint", "Description", "Estimate", "File", "FitResult", "Histogram", "Plan",
-    "PrepareProgress", "Prepared", "Progress", "Run", "RunInfo", "RunResult", "Source", "SweepResult", "TextPlan", "TrackerList",
-    "TrialResult",
+    "PrepareProgress", "Prepared", "Progress", "Run", "RunInfo", "RunResult", "Source", "SweepResult", "TextPlan",
+    "TrackerList", "TrialResult",
 }  # fmt: skip
 """Classes that Headway makes, and users read. Errors and protocols have no examples either."""
 

@@ -144,6 +144,11 @@ def prepare(
     if (is_local and os.path.exists(folder)) or (not is_local and _is_finished(folder)):
         return _finished(folder, wanted)
     work = f"{folder}.partial" if is_local else folder
+    if is_local:
+        try:
+            os.makedirs(work, exist_ok=True)
+        except OSError as error:
+            raise DataError(f"cannot create {work}: {error.strerror or error}. Choose another output folder") from error
     with locked(Path(work)) if is_local else nullcontext():
         if is_local and os.path.exists(folder):  # created by the process that this call waited for
             (Path(work) / LOCK).unlink(missing_ok=True)
@@ -274,7 +279,17 @@ def _write(
     work: str, number: int, tables: Tables, compression: str, on_rows: Callable[[int], None] | None = None
 ) -> dict[str, Any]:
     """Write the file of a part, if it has rows, and return its record."""
-    rows, file = 0, _file(number)
+    file = _file(number)
+    try:
+        return _write_file(work, file, tables, compression, on_rows)
+    except OSError as error:
+        raise DataError(f"cannot make {work}/{file}: {error.strerror or error}") from error
+
+
+def _write_file(
+    work: str, file: str, tables: Tables, compression: str, on_rows: Callable[[int], None] | None
+) -> dict[str, Any]:
+    rows = 0
     with _new_file(work, file) as path:
         writer: pq.ParquetWriter | None = None
         try:

@@ -187,6 +187,8 @@ class _Job:
         pieces, names = find_pieces(
             inputs, column=text, outside=(folder, f"{folder}.partial"), part_bytes=part_bytes
         )  # fmt: skip
+        if not pieces:
+            raise DataError("the inputs have no documents")
         convert = _Tokenize(tokenizer, row_length, tail, pad, column, on_bad_row, rows_per_group)
         digest = hashlib.sha256("\0".join(f"{name} {size}" for name, size in names).encode()).hexdigest()[:12]
         files = f"{len(names)} file{'s' if len(names) != 1 else ''}"

@@ -33,7 +33,9 @@ def prepare_data(
     text: Annotated[str, typer.Option(metavar="KEY", help="Key or column with the text.")] = "text",
     on_bad_row: Annotated[str, typer.Option(help="Damaged lines: raise, or skip and count.")] = "raise",
     part_mb: Annotated[float, typer.Option(min=0.001, help="Megabytes of input per Parquet file.")] = 32,
-    tasks: Annotated[int | None, typer.Option(help="Ray tasks at a time; 1: without Ray. Default: all CPUs.")] = None,
+    tasks: Annotated[
+        int | None, typer.Option(min=1, help="Ray tasks at a time; 1: without Ray. Default: all CPUs.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Estimate sizes and time; write nothing.")] = False,
     address: Annotated[
         str | None, typer.Option(metavar="URL", help="Ray dashboard: run as a job of that cluster.")
@@ -83,7 +85,9 @@ def prepare_image_data(
     on_bad_row: Annotated[str, typer.Option(help="Damaged images: raise, or skip and count.")] = "raise",
     rows_per_file: Annotated[int, typer.Option(min=1, help="Images per Parquet file.")] = 2048,
     index: Annotated[str | None, typer.Option(metavar="FOLDER", help="Folder for the index of the images.")] = None,
-    tasks: Annotated[int | None, typer.Option(help="Ray tasks at a time; 1: without Ray. Default: all CPUs.")] = None,
+    tasks: Annotated[
+        int | None, typer.Option(min=1, help="Ray tasks at a time; 1: without Ray. Default: all CPUs.")
+    ] = None,
     address: Annotated[
         str | None, typer.Option(metavar="URL", help="Ray dashboard: run as a job of that cluster.")
     ] = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import fsspec
 import pytest
 
 from headway.datasets.errors import DataError
-from headway.datasets.prepare import PrepareProgress, prepare_text
+from headway.datasets.prepare import PrepareProgress, plan_text, prepare_text
 from headway.datasets.sources import read_source
 from tests.s3 import s3_server
 
@@ -148,6 +149,26 @@ def test_killed_in_the_middle_it_goes_on(lines: Path, tmp_path: Path, tasks: int
     assert said.replace("/out ", "/whole ") == run_to_the_end(lines, str(tmp_path / "whole"), tmp_path)
     assert bytes_of(output) == bytes_of(tmp_path / "whole")
     assert bytes_of(output).items() >= kept.items()
+
+
+def test_no_documents_and_folders_that_cannot_be_written_are_one_error(lines: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    for prepare in (prepare_text, plan_text):
+        with pytest.raises(DataError, match="the inputs have no documents"):
+            prepare(tmp_path / "empty.jsonl", tmp_path / "out", row_length=8)
+    with pytest.raises(DataError, match=r"cannot create /proc/out.partial: .*Choose another output folder"):
+        prepare_text(lines, "/proc/out", **OPTIONS)
+
+
+def test_a_full_disk_is_one_error_and_the_next_call_goes_on(lines: Path, tmp_path: Path) -> None:
+    output, program = str(tmp_path / "out"), tmp_path / "program.py"
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (900, -1))\n"
+    program.write_text(limited + PROGRAM)
+    command = [sys.executable, str(program), str(lines), output, "1"]
+    full = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert full.returncode
+    assert re.search(r"DataError: cannot (make|write) .*out.partial/.*: .*File too large", full.stderr.splitlines()[-1])
+    assert " prepared: " in run_to_the_end(lines, output, tmp_path)
 
 
 @pytest.fixture

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 _WORTH_RAY_S = 20.0
 _LINE_EVERY_S = 10.0
 
+_Tasks = Annotated[int | None, typer.Option(min=1, help="Ray tasks at a time; 1: without Ray. Default: all CPUs.")]
+_Address = Annotated[str | None, typer.Option(metavar="URL", help="Ray dashboard: run as a job of that cluster.")]
+_RuntimeEnv = Annotated[
+    str | None, typer.Option(metavar="FILE|JSON", help="With --address: runtime environment of Ray.")
+]
+
 
 def prepare_data(
     inputs: Annotated[
@@ -33,16 +39,10 @@ def prepare_data(
     text: Annotated[str, typer.Option(metavar="KEY", help="Key or column with the text.")] = "text",
     on_bad_row: Annotated[str, typer.Option(help="Damaged lines: raise, or skip and count.")] = "raise",
     part_mb: Annotated[float, typer.Option(min=0.001, help="Megabytes of input per Parquet file.")] = 32,
-    tasks: Annotated[
-        int | None, typer.Option(min=1, help="Ray tasks at a time; 1: without Ray. Default: all CPUs.")
-    ] = None,
+    tasks: _Tasks = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Estimate sizes and time; write nothing.")] = False,
-    address: Annotated[
-        str | None, typer.Option(metavar="URL", help="Ray dashboard: run as a job of that cluster.")
-    ] = None,
-    runtime_env: Annotated[
-        str | None, typer.Option(metavar="FILE|JSON", help="With --address: runtime environment of Ray.")
-    ] = None,
+    address: _Address = None,
+    runtime_env: _RuntimeEnv = None,
     verbose: Verbose = False,
 ) -> None:
     """Tokenize text into Parquet, with many tasks on Ray.
@@ -85,15 +85,9 @@ def prepare_image_data(
     on_bad_row: Annotated[str, typer.Option(help="Damaged images: raise, or skip and count.")] = "raise",
     rows_per_file: Annotated[int, typer.Option(min=1, help="Images per Parquet file.")] = 2048,
     index: Annotated[str | None, typer.Option(metavar="FOLDER", help="Folder for the index of the images.")] = None,
-    tasks: Annotated[
-        int | None, typer.Option(min=1, help="Ray tasks at a time; 1: without Ray. Default: all CPUs.")
-    ] = None,
-    address: Annotated[
-        str | None, typer.Option(metavar="URL", help="Ray dashboard: run as a job of that cluster.")
-    ] = None,
-    runtime_env: Annotated[
-        str | None, typer.Option(metavar="FILE|JSON", help="With --address: runtime environment of Ray.")
-    ] = None,
+    tasks: _Tasks = None,
+    address: _Address = None,
+    runtime_env: _RuntimeEnv = None,
     verbose: Verbose = False,
 ) -> None:
     """Resize images into Parquet, with many tasks on Ray.

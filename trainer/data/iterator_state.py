@@ -32,9 +32,9 @@ class IteratorState:
         self._has_ended = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position; None at the end of an iterable, which begins anew."""
-        begins_anew = self._iterator is None or (self._has_ended and not isinstance(self.data, Iterator))
-        return {"iterator": None if begins_anew else self._iterator.get_state()}
+        """Return the position; None at the end of an iterable, which then starts from its beginning."""
+        restarts = self._iterator is None or (self._has_ended and not isinstance(self.data, Iterator))
+        return {"iterator": None if restarts else self._iterator.get_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next iterator begin at a position."""

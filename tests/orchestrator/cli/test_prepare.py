@@ -1,4 +1,4 @@
-"""The commands that prepare data: options, estimates, a Ray of their own, and a killed one that goes on."""
+"""The commands that prepare data: options, estimates, a local Ray, and resuming after a kill."""
 
 from __future__ import annotations
 
@@ -72,6 +72,7 @@ def test_an_estimate_writes_nothing(capsys: pytest.CaptureFixture[str], lines: P
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--tasks", "0"], "Invalid value for '--tasks': Input should be greater than or equal to 1"),
         (["--tail", "cut"], "must be drop or pad, got 'cut'"),
         (["--on-bad-row", "drop"], "must be raise or skip, got 'drop'"),
         (["--append", "<end>"], "needs a tokenizer of Hugging Face"),

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import fsspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .arrow import Rows, concat, from_table, to_rows, to_table
+from .cache import Cached, open_data
 from .errors import DataError
 from .formats.base import Fragment
 from .plan import row_order
@@ -26,6 +26,7 @@ class RowGroup(NamedTuple):
         path, digest: the file, and its digest when the plan was made.
         group, num_rows: the row group, and its number of rows when the plan was made.
         columns: columns to read.
+        cached: how the file is read through a cache; None without one.
     """
 
     path: str
@@ -33,6 +34,7 @@ class RowGroup(NamedTuple):
     group: int
     num_rows: int
     columns: tuple[str, ...]
+    cached: Cached | None = None
 
     def read(self) -> Rows:
         """Return all rows, in the order of the file.
@@ -161,12 +163,12 @@ def chunks(table: pa.Table) -> Iterator[Rows]:
 
 
 def _read_group(group: RowGroup) -> pa.Table:
-    metadata = _metadata(group.path, group.digest)
+    metadata = _metadata(group.path, group.digest, group.cached)
     # One thread: jobs run in parallel. A local file is memory-mapped, so only the needed pages are read.
-    if "://" not in group.path:
+    if "://" not in group.path and group.cached is None:
         with pq.ParquetFile(group.path, metadata=metadata, memory_map=True) as file:
             return _ordered(file, group)
-    with fsspec.open(group.path, "rb") as raw, pq.ParquetFile(raw, metadata=metadata, pre_buffer=True) as file:
+    with open_data(group.path, group.cached) as raw, pq.ParquetFile(raw, metadata=metadata, pre_buffer=True) as file:
         return _ordered(file, group)
 
 
@@ -175,7 +177,7 @@ def _ordered(file: Any, group: RowGroup) -> pa.Table:
 
 
 @lru_cache(maxsize=256)
-def _metadata(path: str, digest: str) -> pq.FileMetaData:
+def _metadata(path: str, digest: str, cached: Cached | None) -> pq.FileMetaData:
     """Return a file's footer. Cached: it describes all row groups, and each job reads only one."""
-    with fsspec.open(path, "rb") as file:
+    with open_data(path, cached) as file:
         return pq.read_metadata(file)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from .cache import Cache, Cached, cached_files, check_fits
 from .errors import DataError
 from .paths import Found, Paths, absolute, find_all, name_files, nearest
 from .row_groups import RowGroup
@@ -34,12 +35,14 @@ class File:
         name: path relative to the common folder of all files; does not change when the dataset is moved.
         size_bytes: size of the file.
         digest: sha256 of the footer and of a sample from the middle of the file.
+        cached: how it is read through a cache; None without one.
     """
 
     path: str
     name: str
     size_bytes: int
     digest: str
+    cached: Cached | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class Source:
             group=int(self.fragment_groups[index]),
             num_rows=int(self.fragment_rows[index]),
             columns=tuple(self.columns),
+            cached=file.cached,
         )
 
     def row_name(self, index: int, row: int) -> str:
@@ -112,6 +116,7 @@ class Parquet:
     Args:
         path: a file, a folder (searched recursively), a glob, an fsspec URI of one of these, or a list of them.
         columns: columns to read; None for all. Files may differ in other columns.
+        cache: where remote data is kept on a local disk; None reads it remotely in every epoch.
 
     Example:
         >>> from headway.datasets.sources import Parquet
@@ -121,30 +126,33 @@ class Parquet:
 
     path: Paths
     columns: Sequence[str] | None = None
+    cache: Cache | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", absolute(self.path))
 
     def open(self) -> Source:
         """Read the files' footers; see `read_source`."""
-        return read_source(self.path, columns=self.columns)
+        return read_source(self.path, columns=self.columns, cache=self.cache)
 
     def __str__(self) -> str:
         return ", ".join(absolute(self.path))
 
 
-def read_source(path: Paths, *, columns: Sequence[str] | None = None) -> Source:
+def read_source(path: Paths, *, columns: Sequence[str] | None = None, cache: Cache | None = None) -> Source:
     """Find Parquet files and read their footers.
 
     Args:
         path: a file, a folder (searched recursively), a glob, an fsspec URI of one of these, or a list of them.
         columns: columns to read; None for all. Files may differ in other columns.
+        cache: for the rows; the footers are always read from the files.
 
     Raises:
-        DataError: there are no files or no rows, a file is not Parquet, a column is missing, or the schemas
-            differ.
+        DataError: there are no files or no rows, a file is not Parquet, a column is missing, the schemas differ, or
+            the cache cannot be used.
     """
     found = find_all(path)
+    cached = cached_files(cache, found)
     paths = [each.path for each in found]
     # Reading a footer is mostly latency, so many are read concurrently.
     with ThreadPoolExecutor(max_workers=min(32, len(paths))) as pool:
@@ -154,7 +162,7 @@ def read_source(path: Paths, *, columns: Sequence[str] | None = None) -> Source:
 
     files, rows, places = [], [], []
     for index, (each, name, (metadata, size_bytes, digest)) in enumerate(zip(paths, names, footers, strict=True)):
-        files.append(File(each, name, size_bytes, digest))
+        files.append(File(each, name, size_bytes, digest, cached[index]))
         for group in range(metadata.num_row_groups):
             if num_rows := metadata.row_group(group).num_rows:
                 rows.append(num_rows)
@@ -162,6 +170,8 @@ def read_source(path: Paths, *, columns: Sequence[str] | None = None) -> Source:
     if not rows:
         raise DataError(f"{_describe(path)} holds {_count(files, 'Parquet file')} but no rows")
     where = np.array(places, dtype=np.int32)
+    if cache is not None:
+        check_fits(cache, _largest_read(schema, [metadata for metadata, _, _ in footers]), _describe(path))
     return Source(
         files=tuple(files),
         schema=schema,
@@ -256,6 +266,17 @@ def _row_bytes(schema: pa.Schema, footers: Sequence[pq.FileMetaData], rows: int)
     # Without a fixed width, the uncompressed size of the pages is the best estimate.
     total = sum(int(footer.row_group(g).total_byte_size) for footer in footers for g in range(footer.num_row_groups))
     return max(1, total // rows)
+
+
+def _largest_read(schema: pa.Schema, footers: Sequence[pq.FileMetaData]) -> int:
+    """Return the size of the largest row group, in the columns to read, or footer."""
+    sizes = [footer.serialized_size for footer in footers]
+    for footer in footers:
+        for group in map(footer.row_group, range(footer.num_row_groups)):
+            columns = map(group.column, range(group.num_columns))
+            read = [each for each in columns if each.path_in_schema.partition(".")[0] in schema.names]
+            sizes.append(sum(each.total_compressed_size for each in read))
+    return int(max(sizes))
 
 
 def _width_bytes(kind: pa.DataType) -> int | None:

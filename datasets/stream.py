@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from .batching import GlobalBatch
+from .cache import Cache
 from .engines import connected_to_ray
 from .errors import DataError
 from .formats.base import DataFormat, RowSource
@@ -240,7 +241,7 @@ class ParquetStream(Stream):
     """A `Stream` of Parquet files.
 
     Args:
-        path, columns: see `headway.datasets.sources.Parquet`.
+        path, columns, cache: see `headway.datasets.sources.Parquet`.
         transforms, shuffle, tail, shards, readers, engine: see `Stream`.
 
     Example:
@@ -261,8 +262,9 @@ class ParquetStream(Stream):
         shards: int | None = None,
         readers: int = 2,
         engine: Engine = "auto",
+        cache: Cache | None = None,
     ) -> None:
-        data = Parquet(path, (columns,) if isinstance(columns, str) else columns)
+        data = Parquet(path, (columns,) if isinstance(columns, str) else columns, cache)
         super().__init__(
             data, transforms=transforms, shuffle=shuffle, tail=tail, shards=shards, readers=readers, engine=engine
         )

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrow import Rows, to_objects
+from ..cache import Cache, Cached, CachedFile, Entries, check_fits, version_of
 from ..errors import DataError
 from ..paths import PathLike, absolute, nearest
 from ..plan import permutation
@@ -49,6 +50,7 @@ class Images:
         on_bad_row: a file that is not an image is an error at the start, and damaged pixels are one when they are read;
             both name the file ("raise"). Or both are left out ("skip"), for which the first start decodes every image.
         index: folder for the index; None puts it into `path`, in `.headway-index`.
+        cache: where remote data is kept on a local disk; None reads it remotely in every epoch.
 
     Example:
         >>> from headway.datasets.formats.images import Images
@@ -61,6 +63,7 @@ class Images:
     classes: Sequence[str] | None = None
     on_bad_row: OnBadRow = "raise"
     index: PathLike | None = None
+    cache: Cache | None = None
 
     def __post_init__(self) -> None:
         check_options(self.classes, self.on_bad_row, "classes")
@@ -73,14 +76,16 @@ class Images:
             DataError: Pillow is missing, there are no images, one is damaged or in no class, or `classes` lacks one.
         """
         check_pillow()
-        names, sizes = self._list()
+        entries = None if self.cache is None else self.cache.open()
+        names, sizes, versions = self._list()
+        check_fits(self.cache, max(sizes), str(self))
         labels = self._labels(names)
         listed = "\0".join(f"{name}\0{size}" for name, size in zip(names, sizes, strict=True))
         key = hashlib.sha256(f"{self.on_bad_row}\0{listed}".encode()).hexdigest()[:16]
         if self.index is None and "://" in str(self):
             raise DataError(f"{self} is remote, so its index needs a local folder: set index='some/folder'")
         folder = Path(self.index).expanduser().absolute() if self.index is not None else Path(str(self)) / FOLDER
-        index = cached_index(folder / f"images-1.{key}.npz", lambda: self._build(names))
+        index = cached_index(folder / f"images-1.{key}.npz", lambda: self._build(names, sizes, versions, entries))
         bad = dict(index.facts["bad"])
         if bad and self.on_bad_row == "raise":
             name, why = next(iter(bad.items()))
@@ -101,28 +106,33 @@ class Images:
             skipped_rows=len(bad),
             row_bytes=max(1, int(index.arrays["pixels"][good].mean()) * channels),
             fingerprint=digest,
+            versions=tuple(versions[each] for each in order) if versions else (),
+            entries=entries,
         )
 
-    def _list(self) -> tuple[list[str], list[int]]:
-        """Return the names of the images, relative to the folder and sorted, and the sizes of their files."""
+    def _list(self) -> tuple[list[str], list[int], list[str]]:
+        """Return the names of the images, relative to the folder and sorted; sizes; and, for a cache, versions."""
         try:
             fs, root = fsspec.core.url_to_fs(str(self))
+            if self.cache is not None:
+                fs.invalidate_cache()  # A listing of this process may be older than the files.
             found = fs.find(root, detail=True) if fs.isdir(root) else None
         except (ImportError, ValueError, OSError) as error:
             raise DataError(f"cannot read {self}: {type(error).__name__}: {error}") from error
         if found is None:
             raise DataError(f"{self} is not a folder: Images needs one with a folder of images for each class")
-        sizes = {posixpath.relpath(path, root): int(about["size"]) for path, about in found.items()}
+        about = {posixpath.relpath(path, root): each for path, each in found.items()}
         # As for other formats, names that begin with a dot or an underscore are metadata.
         names = sorted(
             name
-            for name in sizes
+            for name in about
             if name.lower().endswith(SUFFIXES) and not any(part[:1] in "._" for part in name.split("/"))
         )
         if not names:
-            there = ", ".join(sorted(sizes)[:5])
+            there = ", ".join(sorted(about)[:5])
             raise DataError(f"{self} has no file that ends in {', '.join(SUFFIXES)}; there is: {there or 'nothing'}")
-        return names, [sizes[name] for name in names]
+        versions = [version_of(about[name], name) for name in names] if self.cache is not None else []
+        return names, [int(about[name]["size"]) for name in names], versions
 
     def _labels(self, names: Sequence[str]) -> list[int] | None:
         outside = [name for name in names if "/" not in name]
@@ -137,13 +147,19 @@ class Images:
                 raise DataError(f"classes lacks {folder!r}, a folder in {self}; {nearest(folder, classes)}")
         return [classes[folder] for folder in folders]
 
-    def _build(self, names: Sequence[str]) -> Index:
+    def _build(
+        self, names: Sequence[str], sizes: Sequence[int], versions: Sequence[str], entries: Entries | None
+    ) -> Index:
         """Read the header of every image, or decode it if damaged ones are left out."""
         decode = self.on_bad_row == "skip"
 
-        def check(name: str) -> tuple[int, str]:
+        def check(index: int) -> tuple[int, str]:
+            name, content = names[index], None
+            if decode and entries is not None:  # A header is not cached: only whole files are found again.
+                cached = Cached(entries, sizes[index], versions[index])
+                content = io.BytesIO(_contents(_open(str(self), name, cached), str(self), name))
             try:
-                with _open(str(self), name) as file:
+                with content or _open(str(self), name, None) as file:
                     return _pixels(file, decode=decode), ""
             except DataError as error:
                 return 0, str(error)
@@ -151,7 +167,7 @@ class Images:
         checked: list[tuple[int, str]] = []
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             for first in range(0, len(names), _CHECKED_AT_A_TIME):
-                checked += pool.map(check, names[first : first + _CHECKED_AT_A_TIME])
+                checked += pool.map(check, range(first, min(first + _CHECKED_AT_A_TIME, len(names))))
         pixels = np.array([count for count, _ in checked], dtype=np.int64)
         bad = [(name, why) for name, (_, why) in zip(names, checked, strict=True) if why]
         return Index({"pixels": pixels}, {"bad": bad})
@@ -168,6 +184,8 @@ class ImageFiles(NamedTuple):
         names, sizes: the files in it, and their sizes in bytes.
         labels: int64; None without classes.
         mode: see `Images`.
+        versions: of the files, for the cache; empty without one.
+        entries: the cache.
     """
 
     path: str
@@ -175,6 +193,8 @@ class ImageFiles(NamedTuple):
     sizes: tuple[int, ...]
     labels: npt.NDArray[np.int64] | None
     mode: str
+    versions: tuple[str, ...] = ()
+    entries: Entries | None = None
 
     @property
     def num_rows(self) -> int:
@@ -187,17 +207,15 @@ class ImageFiles(NamedTuple):
         Raises:
             DataError: a file is missing, has changed or is damaged.
         """
-        images = [self._read(name, size) for name, size in zip(self.names, self.sizes, strict=True)]
+        images = [self._read(index) for index in range(len(self.names))]
         same = len({image.shape for image in images}) == 1
         rows: Rows = {"image": np.stack(images) if same else to_objects(images)}
         return rows if self.labels is None else {**rows, "label": self.labels}
 
-    def _read(self, name: str, size: int) -> npt.NDArray[np.uint8]:
-        with _open(self.path, name) as file:
-            try:
-                data = file.read()
-            except OSError as error:
-                raise DataError(f"cannot read {name} in {self.path}: {type(error).__name__}: {error}") from error
+    def _read(self, index: int) -> npt.NDArray[np.uint8]:
+        name, size = self.names[index], self.sizes[index]
+        cached = None if self.entries is None else Cached(self.entries, size, self.versions[index])
+        data = _contents(_open(self.path, name, cached), self.path, name)
         if len(data) != size:
             raise DataError(f"{name} in {self.path} has changed since the run started. Start a new run for new data")
         try:
@@ -219,6 +237,7 @@ class ImageSource:
         skipped_rows: images that are left out because they are damaged.
         row_bytes: mean size of an image in memory.
         fingerprint: of the names and sizes of all files, the classes, the mode, and what is left out.
+        versions, entries: see `ImageFiles`.
     """
 
     path: str
@@ -229,6 +248,8 @@ class ImageSource:
     skipped_rows: int
     row_bytes: int
     fingerprint: str
+    versions: tuple[str, ...] = ()
+    entries: Entries | None = None
 
     @property
     def rows(self) -> int:
@@ -244,7 +265,9 @@ class ImageSource:
         """Return a fragment."""
         some = slice(index * _FRAGMENT_ROWS, (index + 1) * _FRAGMENT_ROWS)
         labels = None if self.labels is None else self.labels[some]
-        return ImageFiles(self.path, self.names[some], self.sizes[some], labels, self.mode)
+        return ImageFiles(
+            *(self.path, self.names[some], self.sizes[some], labels, self.mode, self.versions[some], self.entries)
+        )
 
     def row_name(self, index: int, row: int) -> str:
         """Return the path of an image in the folder."""
@@ -259,13 +282,30 @@ def check_pillow() -> None:
         raise DataError("images need Pillow: pip install 'headway[images]'") from error
 
 
-def _open(folder: str, name: str) -> Any:
-    """Open a file of a folder for reading bytes."""
+def _open(folder: str, name: str, cached: Cached | None) -> Any:
+    """Open a file of a folder for reading bytes, through the cache if there is one."""
     try:
+        if cached is not None:
+            return CachedFile(posixpath.join(folder, name), cached, lambda: _place(folder, name))
         if "://" not in folder:
             return open(posixpath.join(folder, name), "rb")
-        fs, root = fsspec.core.url_to_fs(folder)
-        return fs.open(posixpath.join(root, name), "rb")
+        fs, inner = _place(folder, name)
+        return fs.open(inner, "rb")
+    except OSError as error:
+        raise DataError(f"cannot read {name} in {folder}: {type(error).__name__}: {error}") from error
+
+
+def _place(folder: str, name: str) -> tuple[Any, str]:
+    fs, root = fsspec.core.url_to_fs(folder)
+    return fs, posixpath.join(root, name)
+
+
+def _contents(file: Any, folder: str, name: str) -> bytes:
+    """Read and close a file of a folder."""
+    try:
+        with file:
+            data: bytes = file.read()
+            return data
     except OSError as error:
         raise DataError(f"cannot read {name} in {folder}: {type(error).__name__}: {error}") from error
 

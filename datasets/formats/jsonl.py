@@ -17,12 +17,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import fsspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from ..arrow import Rows, to_objects
+from ..cache import Cache, Cached, cached_files, check_fits, entry_name, open_data
 from ..errors import DataError
 from ..paths import Found, PathLike, Paths, absolute, find_all, name_files, nearest
 from .base import OnBadRow, check_options
@@ -49,6 +49,8 @@ class JsonLines:
         on_bad_row: a line that is not a JSON object is an error that names it ("raise"), or is left out ("skip"). Which
             lines are left out is part of the index, so it is the same for every rank and every resume.
         index: folder for the index and for decompressed files; None puts them beside the data, in `.headway-index`.
+        cache: where remote data is kept on a local disk; None reads it remotely in every epoch. Compressed files need
+            none: they are read from the index.
 
     Example:
         >>> from headway.datasets.formats.jsonl import JsonLines
@@ -59,6 +61,7 @@ class JsonLines:
     columns: Sequence[str] | None = None
     on_bad_row: OnBadRow = "raise"
     index: PathLike | None = None
+    cache: Cache | None = None
 
     def __post_init__(self) -> None:
         check_options(self.columns, self.on_bad_row)
@@ -73,7 +76,8 @@ class JsonLines:
         """
         found = find_all(self.path, suffixes=SUFFIXES)
         names = name_files(found)
-        files = [self._open_file(each, name) for each, name in zip(found, names, strict=True)]
+        cached = cached_files(self.cache, found)
+        files = [self._open_file(*each) for each in zip(found, names, cached, strict=True)]
         bad = [(file.name, *each) for file in files for each in file.facts["bad"]]
         if bad and self.on_bad_row == "raise":
             name, line, why = bad[0]
@@ -81,15 +85,18 @@ class JsonLines:
             raise DataError(f"line {line} of {name} is not a row: {why}{more}. Mend it, or set on_bad_row='skip'")
         if not any(len(file.arrays["rows"]) for file in files):
             raise DataError(f"{self} has no rows")
+        lengths = [int(file.arrays["length"].max(initial=0)) for file in files if file.cached]
+        check_fits(self.cache, max(lengths, default=0), str(self))
         return LineSource(tuple(files), _columns(files, self.columns), len(bad))
 
-    def _open_file(self, found: Found, name: str) -> LineFile:
+    def _open_file(self, found: Found, name: str, cached: Cached | None) -> LineFile:
         folder = index_folder(found, self.index)
         path = found.path
         if codec := next((codec for suffix, codec in COMPRESSED.items() if path.endswith(suffix)), None):
             path = str(cached_file(path_for(found, folder, ".lines"), lambda to: _decompress(found, to, codec)))
-        arrays, facts = cached_index(path_for(found, folder, ".lines-1.npz"), lambda: _build(found, path))
-        return LineFile(path, name, arrays, facts)
+            cached = None
+        arrays, facts = cached_index(path_for(found, folder, ".lines-1.npz"), lambda: _build(found, path, cached))
+        return LineFile(path, name, arrays, facts, cached)
 
     def __str__(self) -> str:
         return ", ".join(absolute(self.path))
@@ -105,12 +112,14 @@ class LineFile(NamedTuple):
             that are not rows.
         facts: `digest` of the contents, `bad` lines with the reason, and for each of the `columns` the kinds of values
             with the first line of each.
+        cached: how the file is read through a cache; None without one.
     """
 
     path: str
     name: str
     arrays: dict[str, npt.NDArray[np.int64]]
     facts: dict[str, Any]
+    cached: Cached | None
 
 
 class Lines(NamedTuple):
@@ -122,6 +131,7 @@ class Lines(NamedTuple):
         num_rows, first_line: rows, and number of the first line.
         skipped: numbers of the lines that are not rows.
         columns: (key, kind) of each column.
+        cached: see `LineFile`.
     """
 
     path: str
@@ -133,6 +143,7 @@ class Lines(NamedTuple):
     first_line: int
     skipped: tuple[int, ...]
     columns: tuple[tuple[str, str], ...]
+    cached: Cached | None = None
 
     def read(self) -> Rows:
         """Return all rows, in the order of the file.
@@ -141,7 +152,7 @@ class Lines(NamedTuple):
             DataError: the file is missing, or has changed since its index was built.
         """
         try:
-            with open(self.path, "rb") if "://" not in self.path else fsspec.open(self.path, "rb") as file:
+            with open_data(self.path, self.cached) as file:
                 file.seek(self.start)
                 data = file.read(self.length)
         except OSError as error:
@@ -211,7 +222,8 @@ class LineSource:
         skipped = file.arrays["skipped"]
         some = skipped[np.searchsorted(skipped, first_line) : np.searchsorted(skipped, end)]
         return Lines(
-            file.path, file.name, start, length, checksum, rows, first_line, tuple(some.tolist()), self.columns
+            *(file.path, file.name, start, length, checksum, rows, first_line, tuple(some.tolist())),
+            *(self.columns, file.cached),
         )
 
     def row_name(self, index: int, row: int) -> str:
@@ -236,8 +248,8 @@ def _decompress(found: Found, to: Path, codec: str) -> None:
         raise DataError(f"{found.path} is not a complete {codec} file: {error}") from error
 
 
-def _build(found: Found, path: str) -> Index:
-    """Read a file once, and return its index."""
+def _build(found: Found, path: str, cached: Cached | None) -> Index:
+    """Read a file once, and return its index. Its lines are cached, so that the first epoch finds them."""
     fragments: list[tuple[int, int, int, int, int]] = []
     skipped: list[int] = []
     bad: list[tuple[int, str]] = []
@@ -265,6 +277,8 @@ def _build(found: Found, path: str) -> Index:
             line += 1
         if rows:
             fragments.append((start, len(data), rows, first, zlib.crc32(data)))
+            if cached is not None:
+                cached.entries.put(entry_name(path, cached.version, start, len(data)), data)
         start += len(data)
     table = np.array(fragments, dtype=np.int64).reshape(-1, 5)
     arrays = dict(zip(("start", "length", "rows", "first_line", "checksum"), table.T, strict=True))

@@ -14,11 +14,11 @@ from functools import cached_property, partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
-import fsspec
 import numpy as np
 import numpy.typing as npt
 
 from ..arrow import Rows, to_objects
+from ..cache import Cache, Cached, cached_files, check_fits, open_data
 from ..errors import DataError
 from ..paths import Found, PathLike, Paths, absolute, find_all, name_files, nearest
 from .base import OnBadRow, check_options
@@ -52,6 +52,7 @@ class WebDataset:
         on_bad_row: a row that lacks a column, or whose `cls`, `txt` or `json` is damaged, is an error that names it
             ("raise"), or is left out ("skip"): the same rows on every rank and in every resume.
         index: folder for the index; None puts it beside the data, in `.headway-index`.
+        cache: where remote data is kept on a local disk; None reads it remotely in every epoch.
 
     Example:
         >>> from headway.datasets.formats.webdataset import WebDataset
@@ -62,6 +63,7 @@ class WebDataset:
     columns: Sequence[str] | None = None
     on_bad_row: OnBadRow = "raise"
     index: PathLike | None = None
+    cache: Cache | None = None
 
     def __post_init__(self) -> None:
         check_options(self.columns, self.on_bad_row)
@@ -74,6 +76,7 @@ class WebDataset:
             DataError: the data is missing, has no rows, or has a damaged row.
         """
         found = find_all(self.path, suffixes=SUFFIXES)
+        cached = cached_files(self.cache, found)
         indexes = [
             cached_index(path_for(each, index_folder(each, self.index), ".tar-1.npz"), partial(_build, each))
             for each in found
@@ -86,8 +89,8 @@ class WebDataset:
             if extension not in known:
                 raise DataError(f"no row has the extension {extension!r}; {nearest(extension, sorted(known))}")
         columns = tuple(self.columns or first)
-        named = zip(found, name_files(found), indexes, strict=True)
-        tars = [_select(each.path, name, index, columns) for each, name, index in named]
+        named = zip(found, name_files(found), indexes, cached, strict=True)
+        tars = [_select(each.path, name, index, columns, cached) for each, name, index, cached in named]
         skipped = [(tar.name, *bad) for tar in tars for bad in tar.bad]
         if skipped and self.on_bad_row == "raise":
             name, key, why = skipped[0]
@@ -95,6 +98,7 @@ class WebDataset:
             raise DataError(f"{name}/{key} is not a row: {why}{more}. Mend it, or set on_bad_row='skip'")
         if not any(len(tar.keys) for tar in tars):
             raise DataError(f"{self} has no row with {', '.join(columns)}")
+        check_fits(self.cache, max(_largest_read(tar) for tar in tars), str(self))
         digests = "\0".join(f"{tar.name}\0{index.facts['digest']}" for tar, index in zip(tars, indexes, strict=True))
         fingerprint = hashlib.sha256(f"{digests}\0{len(skipped)}".encode()).hexdigest()[:16]
         return TarSource(tuple(tars), columns, len(skipped), fingerprint)
@@ -112,6 +116,7 @@ class Tar(NamedTuple):
         starts, sizes: int64 [rows, columns], where the contents of each member are.
         cuts: the first row of each fragment, and the number of rows.
         bad: (key, why) of the rows that are left out.
+        cached: how the file is read through a cache; None without one.
     """
 
     path: str
@@ -121,6 +126,7 @@ class Tar(NamedTuple):
     sizes: npt.NDArray[np.int64]
     cuts: tuple[int, ...]
     bad: tuple[tuple[str, str], ...]
+    cached: Cached | None
 
 
 class TarRows(NamedTuple):
@@ -132,6 +138,7 @@ class TarRows(NamedTuple):
     starts: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.int64]
     columns: tuple[str, ...]
+    cached: Cached | None = None
 
     @property
     def num_rows(self) -> int:
@@ -146,7 +153,7 @@ class TarRows(NamedTuple):
         """
         begin, end = int(self.starts.min()), int((self.starts + self.sizes).max())
         try:
-            with open(self.path, "rb") if "://" not in self.path else fsspec.open(self.path, "rb") as file:
+            with open_data(self.path, self.cached) as file:
                 file.seek(begin)
                 data = file.read(end - begin)
         except OSError as error:
@@ -204,7 +211,7 @@ class TarSource:
         """Return a fragment."""
         tar, at = self._find(index)
         rows = slice(tar.cuts[at], tar.cuts[at + 1])
-        return TarRows(tar.path, tar.name, tar.keys[rows], tar.starts[rows], tar.sizes[rows], self.columns)
+        return TarRows(tar.path, tar.name, tar.keys[rows], tar.starts[rows], tar.sizes[rows], self.columns, tar.cached)
 
     def row_name(self, index: int, row: int) -> str:
         """Return the id "<tar>/<key>" of a row of a fragment."""
@@ -260,7 +267,7 @@ def _build(found: Found) -> Index:
     return Index({"places": places}, facts)
 
 
-def _select(path: str, name: str, index: Index, columns: Sequence[str]) -> Tar:
+def _select(path: str, name: str, index: Index, columns: Sequence[str], cached: Cached | None) -> Tar:
     """Return the rows of a tar that have all columns, undamaged."""
     facts, places = index.facts, index.arrays["places"]
     damaged = {key: why for key, extension, why in facts["damaged"] if extension in columns}
@@ -284,4 +291,14 @@ def _select(path: str, name: str, index: Index, columns: Sequence[str]) -> Tar:
     if cuts[-1] != len(keys):
         cuts.append(len(keys))
     chosen = places[kept][:, which] if kept else np.zeros((0, len(columns), 2), np.int64)
-    return Tar(path, name, tuple(keys), chosen[..., 0], chosen[..., 1], tuple(cuts), tuple(bad))
+    return Tar(path, name, tuple(keys), chosen[..., 0], chosen[..., 1], tuple(cuts), tuple(bad), cached)
+
+
+def _largest_read(tar: Tar) -> int:
+    """Return the bytes of the largest fragment of a tar."""
+    if not len(tar.keys):
+        return 0
+    firsts = tar.cuts[:-1]
+    begin = np.minimum.reduceat(tar.starts.min(axis=1), firsts)
+    end = np.maximum.reduceat((tar.starts + tar.sizes).max(axis=1), firsts)
+    return int((end - begin).max())

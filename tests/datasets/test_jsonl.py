@@ -169,7 +169,9 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
 def test_the_index_is_built_once_and_again_for_a_changed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[str] = []
     build = jsonl._build
-    monkeypatch.setattr(jsonl, "_build", lambda found, path: (built.append(path), build(found, path))[1])
+    monkeypatch.setattr(
+        jsonl, "_build", lambda found, path, cached: (built.append(path), build(found, path, cached))[1]
+    )
     path = write_lines(tmp_path / "data" / "rows.jsonl", range(40))
     for _ in range(2):
         assert JsonLines(path, index=tmp_path / "index").open().rows == 40

@@ -93,7 +93,7 @@ def entries(folder: Path) -> list[Path]:
 def disk_bytes(folder: Path) -> int:
     """Return what is on the disk, in blocks of 4 KiB, also of files that are being written or removed."""
     total = 0
-    for each in folder.glob("??/*"):
+    for each in folder.glob("[0-9a-f][0-9a-f]/*"):
         try:
             total += -(-each.stat().st_size // 4096) * 4096
         except FileNotFoundError:
@@ -265,11 +265,16 @@ def test_the_least_recently_used_entries_leave_and_those_of_this_run_stay(
     assert before.get(names[0]) == bytes(5000)  # used again: the oldest is the second one now
     (tmp_path / "notes.txt").write_text("keep")
     (tmp_path / "00" / "notes.txt").write_text("keep")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / names[0]).write_text("keep")
+    os.utime(tmp_path / "mine" / names[0], (0, 0))
+    (tmp_path / "00" / f"{names[19]}.writing").write_bytes(bytes(5000))  # left by a process that was killed
     time.sleep(0.01)
     run = cache.open()
     for name in names[10:13]:
         run.put(name, b"x" * 5000)
-    kept = {each.name for each in entries(tmp_path)} - {"notes.txt"}
+    kept = {each.name for each in entries(tmp_path) if each.parent.name == "00"} - {"notes.txt"}
+    assert not (tmp_path / "00" / f"{names[19]}.writing").exists()
     assert disk_bytes(tmp_path) - 4096 <= 10 * 8192
     assert {names[0], names[9], *names[10:13]} <= kept
     assert not {names[1], names[2], names[3]} & kept
@@ -282,6 +287,7 @@ def test_the_least_recently_used_entries_leave_and_those_of_this_run_stay(
     assert {each.name for each in entries(tmp_path)} - {"notes.txt"} == set(names[10:])
     assert caplog.text.count("is full") == 1
     assert (tmp_path / "notes.txt").read_text() == (tmp_path / "00" / "notes.txt").read_text() == "keep"
+    assert (tmp_path / "mine" / names[0]).read_text() == "keep"
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -324,7 +330,7 @@ def rank_process(**options: Any) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("limit", [60_000, LARGE])
+@pytest.mark.parametrize("limit", [60_000, pytest.param(LARGE, marks=pytest.mark.extended)])
 def test_ranks_share_a_cache_and_keep_its_limit(limit: int, tmp_path: Path) -> None:
     write_lines(tmp_path / "data" / "rows.jsonl", range(1003))
     options = {"place": f"file://{tmp_path}/data", "index": str(tmp_path / "index"), "limit": limit, "world_size": 3}
@@ -355,7 +361,10 @@ cache.Path.replace = stop
 """
 
 
-@pytest.mark.parametrize("moment", ["before the total is renamed", "before the entry is renamed"])
+@pytest.mark.parametrize(
+    "moment",
+    [pytest.param("before the total is renamed", marks=pytest.mark.extended), "before the entry is renamed"],
+)
 def test_a_process_killed_while_it_stores_an_entry_harms_nothing(moment: str, tmp_path: Path) -> None:
     write_lines(tmp_path / "data" / "rows.jsonl", range(203))
     options = {"place": f"file://{tmp_path}/data", "index": str(tmp_path / "index"), "limit": 60_000, "world_size": 1}

@@ -194,7 +194,8 @@ class CheckpointReader:
         return self._files[file]
 
     def _read_json(self, file: str, *keys: str) -> dict[str, Any]:
-        content = parse_json(self._fetch(file).read_bytes(), file)
+        tensor_bytes = sum(each.size_bytes for name, each in self._files.items() if name.endswith(".safetensors"))
+        content = parse_json(self._fetch(file).read_bytes(), file, tensor_bytes=tensor_bytes)
         if not isinstance(content, dict) or not content.keys() >= set(keys):
             raise CheckpointError(f"{file} must be an object with {', '.join(keys)}")
         if wrong := [key for key in keys if key != "rank" and not isinstance(content[key], dict)]:

@@ -20,7 +20,7 @@ from ..distributed.world import World
 from ..errors import CheckpointError
 from .format.file_checksums import FileChecksum
 from .format.plain_values import encode_state
-from .format.strict_json import dump_json
+from .format.strict_json import check_memory, dump_json
 from .format.tensor_files import DTYPES, TensorFile
 
 STATE = "state.json"
@@ -159,7 +159,11 @@ class Snapshot:
         return cls(encoded, of_rank, num_elements, shards, local, rank_tensors)
 
     def write(self, folder: Path, rank: int) -> dict[str, FileChecksum]:
-        """Write this rank's files, and return them."""
+        """Write this rank's files, and return them.
+
+        Raises:
+            CheckpointError: there are so many plain values that they could not be read again.
+        """
         written = {tensor_file(rank): TensorFile(self.rank_tensors | self.tensors).write(folder / tensor_file(rank))}
         shards = {name: shard.as_json() for name, shard in self.shards.items()}
         own = {name: _dtype_name(tensor.dtype) for name, tensor in self.rank_tensors.items()}
@@ -170,6 +174,7 @@ class Snapshot:
             contents[STATE] = {"parts": self.parts}
         for file, content in contents.items():
             text = dump_json(content)
+            check_memory(text, file, written[tensor_file(rank)].size_bytes)
             (folder / file).write_bytes(text)
             # Of the bytes in memory, to detect corruption on the way to the disk as well.
             written[file] = FileChecksum.of_bytes(text)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ import struct
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +30,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from headway.trainer import World, load_weights
+from headway.trainer.checkpoints.format import strict_json
 from headway.trainer.checkpoints.format.file_checksums import FileChecksum
+from headway.trainer.checkpoints.format.plain_values import decode_state
+from headway.trainer.checkpoints.format.strict_json import memory_bytes, parse_json
 from headway.trainer.checkpoints.rng import RngState
 from headway.trainer.checkpoints.storage import open_storage
 from headway.trainer.checkpoints.store import Checkpoint, CheckpointStore, read_checkpoint
@@ -333,3 +338,74 @@ def test_a_link_is_no_file_of_a_checkpoint(good: Path, tmp_path: Path) -> None:
     (folder / "state.json").symlink_to(tmp_path / "state.json")
     with pytest.raises(CheckpointError, match="state.json is no regular file"):
         open_storage(tmp_path).fetch(good.name, "state.json", tmp_path)
+
+
+def _many(item: bytes, *, size: int = 1 << 16) -> bytes:
+    return b"[" + b",".join([item] * (size // (len(item) + 1))) + b"]"
+
+
+SHAPES = {
+    "empty lists": _many(b"[]"), "empty objects": _many(b"{}"), "small objects": _many(b'{"":0}'),
+    "small integers": _many(b"0"), "integers": _many(b"123456789"), "floats": _many(b"0.1"),
+    "lists of one": _many(b"[0]"), "pairs": _many(b"[1,2]"), "deep lists": _many(b"[" * 400 + b"]" * 400),
+    "deep objects": _many(b'{"":' * 300 + b"0" + b"}" * 300), "short text": _many(b'"a1b2"'),
+    "keys": b"{" + b",".join(b'"%x":0' % each for each in range(1 << 13)) + b"}",
+    "long text": b'"' + b"x" * (1 << 16) + b'"', "wide text": b'"' + b"x" * (1 << 16) + "\U0001f600".encode() + b'"',
+    "tuples": _many(b'{"$tuple":[]}'), "pairs of a dict": b'{"$dict":' + _many(b"[1,2]") + b"}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_json_takes_no_more_memory_than_is_expected_of_it(shape: str) -> None:
+    text = SHAPES[shape]
+    gc.collect()
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(CheckpointError):
+            decode_state(parse_json(text, "state.json"), lambda name: torch.zeros(0))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak <= memory_bytes(text)
+
+
+@pytest.mark.parametrize("file", ["state.json", "rank-00001.json", "rank-00000.safetensors", "manifest.json"])
+def test_json_of_too_much_memory_is_refused_unread(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    folder = tmp_path / good.name
+    shutil.copytree(good, folder)
+    text = SHAPES["deep lists"]
+    if file.endswith(".safetensors"):
+        text = struct.pack("<Q", len(text)) + text
+    (folder / file).write_bytes(text)
+    _seal(folder)
+    parsed: list[int] = []
+    loads = json.loads
+    monkeypatch.setattr(json, "loads", lambda text, **options: (parsed.append(len(text)), loads(text, **options))[1])
+    monkeypatch.setattr(strict_json, "MOST_BYTES", 4 << 20)
+    errors = _read_all(folder, tmp_path)
+    assert any(f"{file} has 0 MiB of plain values, which take up to " in each for each in errors), errors
+    assert max(parsed, default=0) < 1 << 16
+
+
+def test_state_that_could_not_be_read_again_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strict_json, "MOST_BYTES", 1 << 20)
+
+    def save(value: Any, beside: int) -> Checkpoint:
+        tensors = KeptState(torch.zeros(beside, dtype=torch.uint8))
+        store = CheckpointStore(tmp_path, world=ALONE)
+        return store.save(
+            {"rows": KeptState(value), "models": tensors}, rank_parts={}, step=1, epoch=0, metrics={}, meta={}
+        )
+
+    rows = list(range(100_000))
+    with pytest.raises(CheckpointError, match=r"cannot save step 1 .*state\.json has 0 MiB of plain values, which take "
+                       "up to 7 MiB of memory; .* as tensors or NumPy arrays"):  # fmt: skip
+        save(rows, 1)
+    assert list(tmp_path.iterdir()) == []
+    kept = KeptState()
+    # As much as the tensors is allowed.
+    store = CheckpointStore(tmp_path, world=ALONE)
+    store.load({"rows": kept}, rank_parts={}, checkpoint=save(rows, 16 << 20))
+    assert kept.state == rows

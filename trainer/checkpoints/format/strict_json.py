@@ -1,4 +1,4 @@
-"""JSON without surprises: parsed strictly, written without NaN. Imports no torch."""
+"""JSON without surprises: parsed strictly and in limited memory, written without NaN. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,18 +7,50 @@ from typing import Any
 
 from ...errors import CheckpointError
 
+MOST_BYTES = 1 << 30
+"""Memory that parsing JSON may always take."""
+# Bytes per character of the text, for the parsed value and a decoded copy; measured with CPython 3.11.
+_MEMORY = {b"[": 200, b"{": 200, b",": 64, b":": 256}
+_MEMORY_OF_TEXT, _MEMORY_OF_WIDE_TEXT = 3, 9
+
 
 def dump_json(value: Any) -> bytes:
     """Return a value as JSON text."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
-def parse_json(text: bytes, file: str) -> Any:
-    """Parse JSON: no duplicate keys, no NaN or infinity.
+def memory_bytes(text: bytes) -> int:
+    """Return an upper bound of the memory that it takes to parse and decode JSON, without parsing it."""
+    of_text = _MEMORY_OF_TEXT if text.isascii() else _MEMORY_OF_WIDE_TEXT
+    return of_text * len(text) + sum(each * text.count(character) for character, each in _MEMORY.items())
+
+
+def check_memory(text: bytes, file: str, tensor_bytes: int) -> None:
+    """Check that JSON can be parsed in the memory of the tensors beside it, or in `MOST_BYTES`.
 
     Raises:
-        CheckpointError: the text is not JSON, or nested too deeply; the message names the file.
+        CheckpointError: it takes more; the message names the file.
     """
+    if (needed := memory_bytes(text)) > max(MOST_BYTES, tensor_bytes):
+        raise CheckpointError(
+            f"{file} has {len(text) >> 20} MiB of plain values, which take up to {needed >> 20} MiB of memory; allowed "
+            f"are {MOST_BYTES >> 20} MiB, or as much as the tensors: return long lists and large dicts as tensors or "
+            "NumPy arrays from state_dict()"
+        )
+
+
+def parse_json(text: bytes, file: str, *, tensor_bytes: int = 0) -> Any:
+    """Parse JSON: no duplicate keys, no NaN or infinity.
+
+    Args:
+        text: the JSON.
+        file: its name, for messages.
+        tensor_bytes: size of the tensors beside it.
+
+    Raises:
+        CheckpointError: the text is not JSON, nested too deeply, or takes too much memory; the message names the file.
+    """
+    check_memory(text, file, tensor_bytes)
     try:
         return json.loads(text.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:

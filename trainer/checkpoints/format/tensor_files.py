@@ -232,7 +232,7 @@ def open_tensors(path: Path) -> Iterator[TensorReader]:
         length = int.from_bytes(header.read(8), "little")
         if length > min(path.stat().st_size, _MOST_HEADER_BYTES):
             raise CheckpointError(f"{path.name} has a header of {length} bytes, and {path.stat().st_size} in all")
-        entries = parse_json(header.read(length), path.name)
+        entries = parse_json(header.read(length), path.name, tensor_bytes=path.stat().st_size)
         try:
             # It checks the header, too.
             with safe_open(path, framework="pt") as file:

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -126,6 +127,7 @@ class Snapshot:
         *,
         world: World,
         is_replicated: Callable[[torch.Tensor], bool] = lambda _: True,
+        known: Mapping[str, Shard] = MappingProxyType({}),
     ) -> Snapshot:
         """Collect the state of every part.
 
@@ -135,6 +137,8 @@ class Snapshot:
             world: the ranks that save.
             is_replicated: whether a shared tensor that is not sharded is equal on all ranks, so that any may write it;
                 others are written by the main rank.
+            known: shards of the previous snapshot. Equal ones are used again: several new objects per tensor, alive
+                until the save ends, would make Python's garbage collector go through all objects of the process.
 
         Raises:
             CheckpointError: a state has something other than plain values and tensors, or tensors of two parts have the
@@ -153,7 +157,7 @@ class Snapshot:
             of_rank[part], named = encode_state(part, owner.state_dict())
             _add_names(part, named, taken)
             rank_tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in named.items()}
-        shards = _own_shards(tensors, world, is_replicated)
+        shards = _own_shards(tensors, world, is_replicated, known)
         num_elements = {name: tensor.numel() for name, tensor in tensors.items()}
         local = {name: each if type(each := tensors[name]) is torch.Tensor else to_local(each) for name in shards}
         return cls(encoded, of_rank, num_elements, shards, local, rank_tensors)
@@ -188,7 +192,10 @@ def _add_names(part: str, named: Iterable[str], taken: set[str]) -> None:
 
 
 def _own_shards(
-    tensors: Mapping[str, torch.Tensor], world: World, is_replicated: Callable[[torch.Tensor], bool]
+    tensors: Mapping[str, torch.Tensor],
+    world: World,
+    is_replicated: Callable[[torch.Tensor], bool],
+    known: Mapping[str, Shard],
 ) -> dict[str, Shard]:
     """Choose what this rank writes, as all ranks do without communication, so that each block is written once.
 
@@ -199,7 +206,7 @@ def _own_shards(
     for name, tensor in tensors.items():
         if type(tensor) is not torch.Tensor and isinstance(tensor, DTensor):
             if (shard := _shard_of(name, tensor, world)) is not None:
-                shards[name] = shard
+                shards[name] = before if (before := known.get(name)) == shard else shard
             continue
         rank = 0
         if world.size > 1 and is_replicated(tensor):
@@ -207,7 +214,8 @@ def _own_shards(
             heapq.heappush(loads, (load + tensor.nbytes, rank))
         if rank == world.rank:
             shape = tensor.shape
-            shards[name] = Shard(rank, tensor.dtype, shape, (0,) * len(shape), shape)
+            shard = Shard(rank, tensor.dtype, shape, (0,) * len(shape), shape)
+            shards[name] = before if (before := known.get(name)) == shard else shard
     return shards
 
 

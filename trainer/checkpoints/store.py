@@ -111,6 +111,7 @@ class CheckpointStore:
         self._storage = open_storage(root)
         self._staging = Staging()
         self._saver = BackgroundSaver()
+        self._shards: dict[str, Shard] = {}
         self._complete_shards: dict[str, Shard] | None = None
         self.began_after: int = 0
         self.ownership_problem: Callable[[], str | None] = _no_op
@@ -215,7 +216,11 @@ class CheckpointStore:
         rank_parts: Mapping[str, Stateful],
         changes_only_on_step: Callable[[torch.Tensor], bool],
     ) -> Snapshot:
-        return Snapshot.of(parts, rank_parts, world=self.world, is_replicated=changes_only_on_step)
+        snapshot = Snapshot.of(
+            parts, rank_parts, world=self.world, is_replicated=changes_only_on_step, known=self._shards
+        )
+        self._shards = snapshot.shards
+        return snapshot
 
     def _write(self, info: _CheckpointInfo, snapshot_of: Callable[[], Snapshot]) -> Checkpoint:
         """Write and commit a snapshot, with retries. Every rank must call this, from one thread."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from .errors import ConfigError
 
@@ -32,6 +35,53 @@ def written_arguments(operator: Any) -> list[tuple[int, str]]:
         for i, each in enumerate(schema.arguments)
         if each.alias_info is not None and each.alias_info.is_write
     ]
+
+
+def is_conversion(operator: Any) -> bool:
+    """Whether an operator gives a tensor another type or device; a torch with another one sees new values in it."""
+    return str(operator.overloadpacket) == "aten._to_copy"
+
+
+def shut_down_workers(batches: Iterator[Any] | None) -> None:
+    """Shut down the worker processes behind an iterator of a DataLoader, if there are any.
+
+    They would end with the iterator, but the traceback of an error in a row keeps it alive. Without the function, they
+    end when that is gone.
+    """
+    if (shut_down := getattr(batches, "_shutdown_workers", None)) is not None:
+        shut_down()
+
+
+def forget_iterator(loader: DataLoader[Any]) -> Iterator[Any] | None:
+    """Let a loader with persistent workers start new ones, and return the iterator that has them, if there is one."""
+    iterator: Iterator[Any] | None = vars(loader).get("_iterator")
+    if iterator is not None:
+        loader._iterator = None
+    return iterator
+
+
+def inner_schedulers(scheduler: LRScheduler) -> Sequence[LRScheduler]:
+    """Return the schedulers inside one, such as a `SequentialLR`; without its attribute, those in any list of it."""
+    if (inner := getattr(scheduler, "_schedulers", None)) is not None:
+        return list(inner)
+    lists = (value for value in vars(scheduler).values() if isinstance(value, (list, tuple)))
+    return [each for values in lists for each in values if isinstance(each, LRScheduler)]
+
+
+def set_last_lr(scheduler: LRScheduler, rates: list[Any]) -> None:
+    """Let `get_last_lr` return these rates; without the attribute, it returns those of the last step until the next."""
+    if hasattr(scheduler, "_last_lr"):
+        scheduler._last_lr = rates
+
+
+def can_skip(optimizer: Optimizer) -> bool:
+    """Whether a flag on the device can make the optimizer skip its step, as for torch's fused ones.
+
+    Without the attribute, the flag is read before the step.
+    """
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
+        group.get("fused") for group in optimizer.param_groups
+    )
 
 
 def foreach_norm(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

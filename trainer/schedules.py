@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from .errors import ConfigError
+from .private_torch import set_last_lr
 
 
 def constant(
@@ -142,7 +143,7 @@ class _Schedule(LambdaLR):
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
-        self._last_lr = rates
+        set_last_lr(self, rates)
         warnings.warn(
             f"the learning rate was scheduled over {before} steps and now is over {self.total_steps}: continuing with "
             f"{', '.join(f'{float(rate):.3g}' for rate in rates)}, the value of the new curve at step "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import multiprocessing
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,17 +15,23 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
 
 from headway.trainer import private_torch
 from headway.trainer.distributed.world import World
 from headway.trainer.errors import ConfigError
+from headway.trainer.setup import value_tracking
 from tests.distributed import run_on_ranks
 
 TRAINER = Path(__file__).parents[2] / "trainer"
 DOCUMENTED = {"torch.utils._python_dispatch"}
 """Names with an underscore that torch's documentation tells users to import."""
 PRIVATE_METHODS = re.compile(
-    r"_(version|schema|values|indices|foreach_\w+|call_impl|compiled_call_impl|orig_mod|checkpoint_wrapped_module|"
+    r"_(to_copy|iterator|shutdown_workers|last_lr|schedulers|step_supports_amp_scaling|"
+    r"version|schema|values|indices|foreach_\w+|call_impl|compiled_call_impl|orig_mod|checkpoint_wrapped_module|"
     r"set_pg_timeout|record_memory_history|dump_snapshot|sync_buffers|NormBase|BatchNorm|world|get_backend|_create_"
     r"chunk_list__|spec|local_tensor|fsdp_\w+|get_fsdp_state)"
 )
@@ -63,6 +70,7 @@ def test_private_parts_of_torch_are_used_in_one_module() -> None:
     [
         "torch._foreach_mul_(a, 2)", "from torch._inductor import x", "import torch._dynamo", "p.grad._version",
         "from torch.nn.modules.batchnorm import _NormBase", "distributed_c10d._world.pg_map", "self.model._call_impl()",
+        "aten._to_copy.default", "self.loader._iterator = None", "batches._shutdown_workers()", "inner._last_lr",
     ],
 )  # fmt: skip
 def test_such_a_use_is_found(source: str) -> None:
@@ -177,3 +185,92 @@ def test_the_folder_of_inductor_is_that_of_the_environment(monkeypatch: pytest.M
     assert private_torch.inductor_folder() == tmp_path
     monkeypatch.setitem(__import__("sys").modules, "torch._inductor.runtime.cache_dir_utils", None)
     assert private_torch.inductor_folder() == tmp_path
+
+
+class Operators(TorchDispatchMode):
+    """Lists the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.called: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_conversion_is_known_by_its_name() -> None:
+    with Operators() as operators:
+        torch.zeros(2).double().add_(1)
+    assert [private_torch.is_conversion(each) for each in operators.called] == [False, True, False]
+    assert operators.called[1] is torch.ops.aten._to_copy.default
+
+
+def test_a_model_that_is_converted_by_an_unknown_operator_counts_as_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is then created with values, and not on the meta device."""
+
+    def lost() -> set[str]:
+        tracker = value_tracking.ValueTracker()
+        with torch.device("meta"), tracker:
+            model = nn.Linear(2, 2).double()
+        return set(tracker.lost({"model": model}))
+
+    assert lost() == set()
+    monkeypatch.setattr(value_tracking, "is_conversion", lambda operator: False)
+    assert lost() == {"model.weight", "model.bias"}
+
+
+def test_workers_of_a_loader_end_at_once_or_with_their_iterator(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = DataLoader(TensorDataset(torch.arange(4)), num_workers=1, persistent_workers=True)
+    kind = type(iter(loader))
+    assert callable(kind._shutdown_workers)  # type: ignore[attr-defined]
+    iterator = private_torch.forget_iterator(loader)
+    assert iterator is not None
+    assert loader._iterator is None
+    private_torch.shut_down_workers(iterator)
+    assert multiprocessing.active_children() == []
+    assert len(list(loader)) == 4, "it starts new workers"
+    private_torch.shut_down_workers(private_torch.forget_iterator(loader))
+
+    iterator = iter(loader)
+    monkeypatch.delattr(kind, "_shutdown_workers")
+    monkeypatch.setattr(kind, "__del__", lambda self: None)
+    private_torch.shut_down_workers(iterator)
+    assert next(iterator)[0].tolist() == [0]
+    assert private_torch.forget_iterator(DataLoader([1])) is None
+    del vars(loader)["_iterator"]
+    assert private_torch.forget_iterator(loader) is None
+    monkeypatch.undo()
+    private_torch.shut_down_workers(iterator)
+
+
+def test_schedulers_inside_another_are_found_without_the_attribute() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    inner: list[LRScheduler] = [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.5)]
+    outer = lr_scheduler.SequentialLR(optimizer, inner, milestones=[2])
+    assert outer._schedulers == inner
+    assert private_torch.inner_schedulers(outer) == inner
+    vars(outer)["renamed"] = vars(outer).pop("_schedulers")
+    assert private_torch.inner_schedulers(outer) == inner
+    assert private_torch.inner_schedulers(inner[0]) == []
+
+
+def test_the_last_rates_are_set_or_stay_those_of_the_last_step() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    private_torch.set_last_lr(scheduler, [0.25])
+    assert scheduler._last_lr == scheduler.get_last_lr() == [0.25]
+    del vars(scheduler)["_last_lr"]
+    private_torch.set_last_lr(scheduler, [0.125])
+    assert "_last_lr" not in vars(scheduler)
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_an_optimizer_that_does_not_tell_cannot_skip_its_step() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0, fused=True)
+    assert optimizer._step_supports_amp_scaling
+    assert private_torch.can_skip(optimizer)
+    del optimizer._step_supports_amp_scaling
+    assert not private_torch.can_skip(optimizer)

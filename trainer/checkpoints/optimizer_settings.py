@@ -10,6 +10,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..private_torch import inner_schedulers, set_last_lr
+
 _PLAIN = (bool, int, float, str, type(None))
 _POSITION = ("last_epoch", "_step_count", "_last_lr")
 """Of a scheduler: not settings."""
@@ -87,7 +89,7 @@ class OptimizerSettings:
 def _with_inner(name: str, scheduler: LRScheduler) -> Iterator[tuple[str, LRScheduler]]:
     """Yield a scheduler and those inside it, as in a `SequentialLR`."""
     yield name, scheduler
-    for number, inner in enumerate(getattr(scheduler, "_schedulers", ())):
+    for number, inner in enumerate(inner_schedulers(scheduler)):
         yield from _with_inner(f"{name}/{number}", inner)
 
 
@@ -107,8 +109,8 @@ def _settings_of(owner: Any) -> dict[str, Any]:
 def _follow(scheduler: LRScheduler) -> None:
     """Let a scheduler report the rates of its optimizer."""
     for _, each in _with_inner("", scheduler):
-        if hasattr(each, "_last_lr") and hasattr(each, "optimizer"):
-            each._last_lr = [group["lr"] for group in each.optimizer.param_groups]
+        if hasattr(each, "optimizer"):
+            set_last_lr(each, [group["lr"] for group in each.optimizer.param_groups])
 
 
 def _is_plain(value: Any) -> bool:

@@ -28,6 +28,7 @@ from torch.utils.data import (
 
 from ..checkpoints.rng import preserve_rng, seed_torch
 from ..errors import DataError
+from ..private_torch import shut_down_workers
 from .protocols import GlobalBatch, Guarantee, LoadedBatch, ShardInfo
 
 _MOST_ROWS = 16
@@ -295,15 +296,6 @@ def _nth_part(rows: list[int], n: int, parts: int) -> list[int]:
 def ceil_div(amount: int, divisor: int) -> int:
     """Return `amount / divisor`, rounded up."""
     return -(amount // -divisor)
-
-
-def shut_down_workers(batches: Iterator[Any] | None) -> None:
-    """Shut down the worker processes behind an iterator of a DataLoader, if there are any.
-
-    They would end with the iterator, but the traceback of an error in a row keeps it alive.
-    """
-    if (shut_down := getattr(batches, "_shutdown_workers", None)) is not None:
-        shut_down()
 
 
 def unsupported_part(loader: DataLoader[Any]) -> str | None:

@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..checkpoints.rng import preserve_rng, seed_for
 from ..errors import ConfigError, DataError
-from .dataloader_stream import ceil_div, shut_down_workers, unsupported_part
+from ..private_torch import forget_iterator, shut_down_workers
+from .dataloader_stream import ceil_div, unsupported_part
 from .iterator_state import IteratorState, has_iterator_state
 from .protocols import GlobalBatch, Guarantee, LoadedBatch, ShardInfo, Stateful
 from .repeats import WorkerRepeats
@@ -145,8 +146,7 @@ class IterableStream:
         shut_down_workers(self._batches)
         if self._loader is not None:
             # A loader with persistent workers keeps its iterator, and would reuse it without workers.
-            shut_down_workers(getattr(self._loader, "_iterator", None))
-            self._loader._iterator = None
+            shut_down_workers(forget_iterator(self._loader))
         self._batches = None
 
     def _private_copy(self, made: Iterable[Any]) -> Iterable[Any]:
@@ -155,7 +155,7 @@ class IterableStream:
             return made
         if self._loader is None or made is not self._copied_from:
             self._copied_from, self._loader = made, copy.copy(made)
-            self._loader._iterator = None
+            forget_iterator(self._loader)
         return self._loader
 
     def _warn_if_rows_repeat(self) -> None:

@@ -35,6 +35,7 @@ from ..loop.context import RunContext
 from ..loop.run_state import versions
 from ..loop.steps import Steps
 from ..loop.timing import Activity, Phase
+from ..private_torch import inner_schedulers
 from ..step.lr_stepping import Interval
 from ..trackers.base import Tracker
 from . import weight_init
@@ -587,7 +588,7 @@ def _outermost(schedulers: Mapping[str, LRScheduler]) -> dict[str, LRScheduler]:
     """Drop schedulers inside another, such as a `SequentialLR`, which steps and saves them."""
     held: Iterable[LRScheduler] = schedulers.values()
     inside: set[LRScheduler] = set()
-    while held := [inner for each in held for inner in getattr(each, "_schedulers", ())]:
+    while held := [inner for each in held for inner in inner_schedulers(each)]:
         inside.update(held)
     return {name: each for name, each in schedulers.items() if each not in inside}
 

@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..errors import ConfigError
 from ..loop.context import RunContext
+from ..private_torch import inner_schedulers
 
 _SMALLEST_FACTOR = 1e-6
 
@@ -86,5 +87,5 @@ def _length(scheduler: LRScheduler) -> tuple[str, int] | None:
 def _all_in(scheduler: LRScheduler) -> Iterator[LRScheduler]:
     """Yield a scheduler and those inside it, such as in a `SequentialLR`."""
     yield scheduler
-    for inner in getattr(scheduler, "_schedulers", ()):
+    for inner in inner_schedulers(scheduler):
         yield from _all_in(inner)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..checkpoints.rng import preserve_rng
 from ..distributed.parallelize import named_tensors
-from ..private_torch import written_arguments
+from ..private_torch import is_conversion, written_arguments
 from .weight_init import WITHOUT_VALUES, aten, reset_parameters
 
 _NOT_THE_USERS = (
@@ -86,8 +86,9 @@ class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if id(each.untyped_storage()) in inputs or func.overloadpacket in WITHOUT_VALUES:
                 continue
             # Another dtype of the same values.
-            converts = func.overloadpacket is aten._to_copy
-            self._writers[each.untyped_storage()] = self.writer_of(args[0]) if converts else self.find_writer()
+            self._writers[each.untyped_storage()] = (
+                self.writer_of(args[0]) if is_conversion(func) else self.find_writer()
+            )
         return result
 
     def record(self, tensor: torch.Tensor, writer: Writer) -> None:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from ..config import TrainerConfig
 from ..errors import NonFiniteError
@@ -38,13 +37,6 @@ class AsyncScalar:
         if self._event is not None:
             self._event.synchronize()
         return self._host.item()
-
-
-def can_skip(optimizer: Optimizer) -> bool:
-    """Return whether a flag on the device can make the optimizer skip its step, as for torch's fused ones."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
-        group.get("fused") for group in optimizer.param_groups
-    )
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from ..errors import ConfigError, StepError
 from ..loop.context import RunContext
 from ..loop.steps import LossWeight, Steps
 from ..metrics.means import MeanMetrics
-from ..private_torch import version_of
+from ..private_torch import can_skip, version_of
 from .gradients import (
     check_unused_alike,
     clip_norm,
@@ -44,7 +44,7 @@ from .gradients import (
     unused_names,
 )
 from .multi_optimizer import GradientIsolation
-from .nonfinite import AsyncScalar, NonFiniteGuard, can_skip, skipping
+from .nonfinite import AsyncScalar, NonFiniteGuard, skipping
 from .nonfinite_report import NonFiniteReport
 from .precision import autocast, loss_scaler, without_autocast
 

@@ -213,6 +213,7 @@ class CallbackList:
         self._callbacks = tuple(_as_callback(callback) for callback in callbacks)
         self._trainer = trainer
         self._by_key = key_by_class(self._callbacks)
+        self.has_dropped_states = False
         self.overridden: set[str] = set()
         for hook in HOOKS:
             callees: list[tuple[str, Callable[..., object]]] = []
@@ -269,7 +270,9 @@ class CallbackList:
 
         Warns about states without a callback, and callbacks that should have a state.
         """
-        if gone := sorted(set(state_dict) - set(self._by_key)):
+        gone = sorted(set(state_dict) - set(self._by_key))
+        self.has_dropped_states = bool(gone)
+        if gone:
             warnings.warn(
                 f"the checkpoint has states of callbacks that this run does not have: {', '.join(gone)}",
                 stacklevel=2,

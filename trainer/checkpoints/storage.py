@@ -8,6 +8,7 @@ written last, is the commit.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import shutil
@@ -22,6 +23,8 @@ from .format.manifest import MANIFEST
 
 _PARTIAL, _DELETED, _REPLACED = ".partial-", ".deleted-", ".replaced-"
 _NUM_RANDOM = 8
+# Of Linux: see renameat2(2).
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _MOUNTS = Path("/proc/self/mountinfo")
 # On other file systems, such as network ones, an I/O error may be temporary.
 _LOCAL_FILE_SYSTEMS = "ext2 ext3 ext4 xfs btrfs zfs f2fs jfs bcachefs overlay tmpfs vfat exfat ntfs3"
@@ -181,17 +184,20 @@ class _Local:
         (staged / MANIFEST).write_bytes(manifest)
         _sync(staged / MANIFEST)
         _sync(staged)
-        aside = self.root / f"{_REPLACED}{name}{uuid.uuid4().hex[:_NUM_RANDOM]}"
-        with contextlib.suppress(FileNotFoundError):
-            (self.root / name).rename(aside)
-        try:
-            staged.rename(self.root / name)
-        except OSError:
-            if aside.exists():
-                aside.rename(self.root / name)
-            raise
+        if _exchange(staged, self.root / name):
+            before = staged
+        else:
+            before = self.root / f"{_REPLACED}{name}{uuid.uuid4().hex[:_NUM_RANDOM]}"
+            with contextlib.suppress(FileNotFoundError):
+                (self.root / name).rename(before)
+            try:
+                staged.rename(self.root / name)
+            except OSError:
+                if before.exists():
+                    before.rename(self.root / name)
+                raise
         _sync(self.root)
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(before, ignore_errors=True)
 
     def attach(self, staged: Path, name: str, folder: str) -> None:
         # There is one already if the checkpoint has taken the place of another of its step meanwhile.
@@ -358,3 +364,13 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange the names of two directories at once, if both exist and the system can: Linux can, but not on NFS."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):
+        return False
+    error: int = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    return error == 0

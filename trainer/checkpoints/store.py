@@ -57,8 +57,10 @@ class CheckpointStore:
     """The checkpoints of one run. Every rank has a store, and all ranks call `save`, `newest_good` and `load` together.
 
     Old checkpoints are deleted only after a commit. Never deleted are the one just committed, the best ones, those that
-    this store has loaded, and pinned ones. Saving a step again replaces its checkpoint. In a bucket, or if that one
-    must stay, it commits a second one, such as "step-00000042.2", and then deletes the first. There always is one.
+    this store has loaded, and pinned ones. Saving a step again replaces its checkpoint under the same name at
+    once; on NFS by two renames, and `remove_leftovers` undoes the first if the process is killed before the second.
+    In a bucket, or if it is not the newest one or must stay, the save commits a second one, such as
+    "step-00000042.2", and then deletes the first unless it must stay.
 
     Only one run at a time may save to a directory. If another process commits a checkpoint there, the next save fails
     and names that process.
@@ -118,9 +120,9 @@ class CheckpointStore:
         self._sequence = 0
         # Names and digests of the last checkpoint, and of the one before it.
         self._chain: list[tuple[str, str]] = []
-        self._own: set[str] = set()
         self._known: set[str] | None = None
         self._loaded: set[str] = set()
+        self._continued: str | None = None
         self._verified: set[str] = set()
         self._damaged: dict[str, str] = {}
         self._fetched = FetchedFiles()
@@ -278,7 +280,6 @@ class CheckpointStore:
                 self._storage.commit(staged, name, manifest, files)
                 if info.name is None:
                     self._chain = [*(each for each in self._chain if each[0] != name), (name, checkpoint.digest)][-2:]
-                    self._own.add(name)
                 return checkpoint
 
             checkpoint = self._on_main(doing, commit)
@@ -412,11 +413,19 @@ class CheckpointStore:
             self._on_all_ranks(doing, lambda: reader.load_into(parts))
             absent, own = self._on_all_ranks(doing, lambda: reader.load_rank_parts(rank_parts))
         self._loaded.add(checkpoint.path)
+        self._continued = None
         lacking = sorted({part for rank_absent in self.world.all_gather_object(absent) for part in rank_absent})
         if lacking and self.world.is_main:
             what = f"{checkpoint.path} has no {', '.join(lacking)} state for some rank, which keeps its initial one"
             warnings.warn(what, CheckpointWarning, stacklevel=2)
         return Loaded(tensors, own)
+
+    def allow_replacing(self, checkpoint: Checkpoint) -> None:
+        """Let a save of the same step replace the checkpoint that was loaded last.
+
+        For a caller that has restored all of it, and saves the same state again with more metrics. No collectives.
+        """
+        self._continued = checkpoint.path
 
     def check_writable(self) -> None:
         """Write and delete an empty file, to detect early that saves would fail. Every rank must call this.
@@ -486,12 +495,12 @@ class CheckpointStore:
         return self._sequence + 1, name, token
 
     def _may_replace(self, name: str) -> bool:
-        """Whether a save may take the place of a checkpoint of the same step: if this run has saved it as its last."""
+        """Whether a save may take the place of a checkpoint of the same step: the newest, if nothing needs it."""
+        path = self._storage.path_of(name)
         return (
             self._storage.can_replace
-            and name in self._own
-            and self._chain[-1][0] == name
-            and self._storage.path_of(name) not in self._loaded
+            and name in (each for each, _ in self._chain[-1:])
+            and (path not in self._loaded or path == self._continued)
             and not is_kept(self._storage, name)
         )
 
@@ -521,7 +530,8 @@ class CheckpointStore:
             newest = next((entry for entry in reversed(entries) if entry.checkpoint), None)
             if newest is not None and newest.checkpoint is not None:
                 self._sequence = newest.checkpoint.sequence
-                self._chain = [(newest.name, newest.checkpoint.digest)]
+                before = newest.checkpoint.previous
+                self._chain = [*([before] if before else []), (newest.name, newest.checkpoint.digest)]
         return entries
 
     def _refuse_foreign(self) -> set[str]:

@@ -292,11 +292,14 @@ class RunState:
             store.began_after = checkpoint.meta.get("began_after", 0)
         if "rng" in rank_parts and self._ctx.world.size > checkpoint.world_size:
             self._seed_new_ranks(checkpoint)
-        self.last_saved_step = checkpoint.step if resume == "auto" and len(set(components)) == len(COMPONENTS) else None
+        is_whole = len(set(components)) == len(COMPONENTS)
+        self.last_saved_step = checkpoint.step if resume == "auto" and is_whole else None
         keeps_place = self._restore_data_position(begin_epoch_again="data" not in components or is_other_data)
         self._certificate.check_after_load(
             checkpoint, loaded, parts, rank_parts, keeps_place=keeps_place, accept_changes=accept_changes
         )
+        if is_whole and keeps_place and not accept_changes and not self._ctx.callbacks.has_dropped_states:
+            store.allow_replacing(checkpoint)
         if "rng" in rank_parts and self._ctx.mesh.tensor.size > 1:
             # Ranks that divide a layer draw the same numbers; the checkpoint may be of another arrangement.
             generators = RngState()

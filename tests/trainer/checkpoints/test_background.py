@@ -254,13 +254,32 @@ def test_an_evaluation_that_fails_at_the_end_loses_no_update(tmp_path: Path) -> 
     result = mended.fit()
     assert mended.seen == []
     assert result.resumed_from == str(tmp_path / "checkpoints/step-00000012")
-    assert result.last_checkpoint == str(tmp_path / "checkpoints/step-00000012.2")
-    assert "validation/loss" in read_checkpoint(result.last_checkpoint).metrics
-    # Where nothing has been resumed, the second takes the place of the first.
     alone = TinyTrainer(CONFIG, run_dir=tmp_path / "alone", world=ALONE).fit()
-    assert alone.last_checkpoint == str(tmp_path / "alone/checkpoints/step-00000012")
-    assert "validation/loss" in read_checkpoint(alone.last_checkpoint).metrics
-    assert not [each.name for each in (tmp_path / "alone/checkpoints").iterdir() if not each.name[-2:].isdigit()]
+    for last in (result.last_checkpoint, alone.last_checkpoint):
+        assert last is not None
+        assert Path(last).name == "step-00000012"
+        assert "validation/loss" in read_checkpoint(last).metrics
+        assert not [each for each in Path(last).parent.iterdir() if "." in each.name]
+
+
+@pytest.mark.parametrize("how", ["accept_changes", "restore", "callback"])
+def test_what_a_run_does_not_continue_in_full_is_not_replaced(tmp_path: Path, how: str) -> None:
+    class Fails(TinyTrainer):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            raise RuntimeError("a mistake")
+
+    with pytest.raises(RuntimeError, match="a mistake"):
+        Fails(CONFIG, run_dir=tmp_path, world=ALONE, callbacks=[Ema(0.9)]).fit()
+    options: dict[str, Any] = {
+        "accept_changes": {"accept_changes": True},
+        "restore": {"restore": ("models", "progress", "data", "callbacks")},
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        callbacks = [] if how == "callback" else [Ema(0.9)]
+        mended = TinyTrainer(CONFIG, run_dir=tmp_path, world=ALONE, callbacks=callbacks)
+        result = mended.fit(**options.get(how, {}))
+    assert result.last_checkpoint == f"{result.resumed_from}.2"
 
 
 def test_a_run_goes_on_from_any_checkpoint_that_was_saved_while_it_trained(tmp_path: Path) -> None:

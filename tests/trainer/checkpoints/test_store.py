@@ -377,6 +377,17 @@ def test_what_retention_cannot_look_at_is_a_warning_and_the_checkpoint_is_saved(
     assert steps(store) == [3]
 
 
+def test_saving_a_step_again_replaces_it_where_names_cannot_be_exchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.trainer.checkpoints.storage._exchange", lambda one, other: False)
+    store = CheckpointStore(str(tmp_path), world=ALONE)
+    save(store, 4, part="first")
+    last = save(store, 4, part="second")
+    assert [each.name for each in tmp_path.iterdir()] == ["step-00000004"]
+    assert load(store, last) == ["second"]
+
+
 def test_saving_a_step_again_replaces_it_and_there_always_is_one(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path), world=ALONE)
     save(store, 4, part="first")
@@ -389,24 +400,63 @@ def test_saving_a_step_again_replaces_it_and_there_always_is_one(tmp_path: Path)
 
     looker = threading.Thread(target=look)
     looker.start()
-    for again in ("second", "third", "fourth"):
-        last = save(store, 4, part=again)
+    for again in range(2, 40):
+        last = save(store, 4, part=f"part {again}")
     stop.set()
     looker.join()
     assert steps(store) == [4]
     assert store.newest_good() == last
-    assert load(store, last) == ["fourth"]
+    assert load(store, last) == ["part 39"]
     assert min(seen) >= 1
+
+
+def test_a_step_that_is_saved_again_keeps_its_name_unless_something_needs_the_first(tmp_path: Path) -> None:
+    def names() -> list[str]:
+        return sorted(each.name for each in tmp_path.iterdir())
+
+    first = CheckpointStore(str(tmp_path), world=ALONE, keep_last="all")
+    save(first, 1)
+    save(first, 2)
+    # The newest of an earlier process.
+    store = CheckpointStore(str(tmp_path), world=ALONE, keep_last="all")
+    newest = save(store, 2, part="again")
+    assert names() == ["step-00000001", "step-00000002"]
+    assert newest.previous is not None
+    assert newest.previous[0] == "step-00000001"
+    # One that was loaded stays, and is replaced only by a run that continues it.
+    load(store, newest)
+    save(store, 2)
+    assert names() == ["step-00000001", "step-00000002", "step-00000002.2"]
+    store = CheckpointStore(str(tmp_path), world=ALONE, keep_last="all")
+    newest = store.list()[-1]
+    load(store, newest)
+    store.allow_replacing(newest)
+    save(store, 2, part="continued")
+    assert names() == ["step-00000001", "step-00000002.2"]
+    assert load(store, store.list()[-1]) == ["continued"]
+    # Neither one that is not the newest, nor a pinned one.
+    save(store, 1)
+    assert names() == ["step-00000001.2", "step-00000002.2"]
+    mark_kept(open_storage(tmp_path), "step-00000001.2")
+    save(store, 1)
+    save(store, 1)
+    assert names()[:2] == ["step-00000001", "step-00000001.2"]
 
 
 REPLACES = """
 import os, signal, sys
 from pathlib import Path
-from tests.trainer.checkpoints.test_store import ALONE, save
+from tests.trainer.checkpoints.test_store import ALONE, load, save
+from headway.trainer.checkpoints import storage
 from headway.trainer.checkpoints.store import CheckpointStore
 
+storage._exchange = lambda one, other: False  # as on NFS
 store, rename = CheckpointStore(sys.argv[1], world=ALONE, keep_last=1), Path.rename
-save(store, 1)
+saved = save(store, 1)
+if sys.argv[2] == "resumed":
+    store = CheckpointStore(sys.argv[1], world=ALONE, keep_last=1)
+    load(store, saved)
+    store.allow_replacing(saved)
 
 def once(self, target):
     rename(self, target)
@@ -417,9 +467,11 @@ save(store, 1)
 """
 
 
-def test_a_checkpoint_that_was_to_be_replaced_is_put_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("begun", ["new", "resumed"])
+def test_a_checkpoint_that_was_to_be_replaced_is_put_back(tmp_path: Path, begun: str) -> None:
     """Killed between two renames, when no checkpoint has a visible name."""
-    killed = subprocess.run([sys.executable, "-c", REPLACES, tmp_path], check=False, cwd=Path(__file__).parents[3])
+    command = [sys.executable, "-c", REPLACES, str(tmp_path), begun]
+    killed = subprocess.run(command, check=False, cwd=Path(__file__).parents[3])
     assert killed.returncode == -signal.SIGKILL
     assert [each.name[:22] for each in tmp_path.glob(".replaced-*")] == [".replaced-step-00000001"[:22]]
     assert not (tmp_path / "step-00000001").exists()
@@ -442,6 +494,7 @@ def test_a_failed_commit_says_why_and_leaves_what_was_there(tmp_path: Path, monk
     save(store, 1)
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", fails)
+        patched.setattr("headway.trainer.checkpoints.storage._exchange", lambda one, other: False)
         for step in (1, 2):
             with pytest.raises(CheckpointError, match="Disk quota exceeded"):
                 save(store, step)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +15,15 @@ import numpy.typing as npt
 from .arrow import Rows, num_rows
 from .errors import DataError
 from .formats.base import DataFormat, Fragment, RowSource
+from .interleave import edges_of
 from .mixture_plan import Layout, MixturePlan, OnEnd, lay_out
 from .paths import nearest
 from .plan import Tail
 
 COLUMN = "source"
+
+Phases = tuple[tuple[int, tuple[float, ...]], ...]
+"""(first row of each logical shard, weight of each source from there on), in order."""
 
 # The first word of the seed of an interleave; `plan` has the others.
 _INTERLEAVE = 3
@@ -37,7 +42,8 @@ class Mixture:
     Args:
         sources: (data, weight) by name. Weights are relative: 7 and 3 mean the same as 0.7 and 0.3.
         weights_by_step: other weights, by name, from a step of the run on, counted as the trainer counts full epochs.
-            Names that are left out keep their weight.
+            Names that are left out keep their weight. A run that resumes with other weights uses them from there on, if
+            it accepts the change.
         on_end: what follows the last row of a source. "repeat" reads it again, in another order. "stop" ends the epoch
             at the first source that ends. "drop" continues without it, so that an epoch has every row once.
         rows_per_epoch: rows of an epoch, with "repeat"; None for the rows of all sources together. Every epoch
@@ -142,11 +148,17 @@ class MixedSource:
         mixture: the weights.
         sources: by name.
         layout: how they are interleaved; None in an evaluation.
+        declared: the weights that the mixture alone gives; empty in an evaluation.
+        phases: those in force, which differ from it if the run has changed its weights.
+        changes: a line for each of these changes.
     """
 
     mixture: Mixture
     sources: Mapping[str, RowSource]
     layout: Layout | None = None
+    declared: Phases = ()
+    phases: Phases = ()
+    changes: tuple[str, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -171,22 +183,23 @@ class MixedSource:
     @cached_property
     def fingerprint(self) -> str:
         """Sixteen hex digits of the sources' names and fingerprints, and the weights with the sample they begin at."""
+        return self._digest + (self._describe_order(self.phases) if self.layout else "")
+
+    @cached_property
+    def _digest(self) -> str:
         digest = hashlib.sha256()
         for name, each in self.sources.items():
             digest.update(f"{name}\0{each.fingerprint}\0".encode())
-        return digest.hexdigest()[:16] + (self._describe_order(self.layout) if self.layout else "")
+        return digest.hexdigest()[:16]
 
-    def _describe_order(self, layout: Layout) -> str:
+    def _describe_order(self, phases: Phases) -> str:
         """Return the weights, how sources end, and the rows of an epoch, without spaces: they are parsed by words."""
-        if self.mixture.on_end == "repeat":
-            weights = zip(layout.interleave.starts, self.mixture.weights().values(), strict=True)
-        else:
-            weights = zip([0], self.mixture.weights().values(), strict=True)
+        assert self.layout is not None
         told = ";".join(
-            f"{row * layout.shards}:" + ",".join(f"{each / sum(values):.9g}" for each in values)
-            for row, values in weights
+            f"{row * self.layout.shards}:" + ",".join(f"{each:.9g}" for each in _shares(weights))
+            for row, weights in phases
         )
-        return f"({told};{self.mixture.on_end};{layout.rows})"
+        return f"({told};{self.mixture.on_end};{self.layout.rows})"
 
     def fragment(self, index: int) -> MixedFragment:
         """Return a fragment."""
@@ -213,20 +226,84 @@ class MixedSource:
                 )
         rows = self.mixture.rows_per_epoch or self.rows
         rows = -(-rows // shards) * shards
-        per_epoch = rows // global_batch_size if tail == "drop" else -(-rows // global_batch_size)
-        weights = []
-        for step, values in self.mixture.weights().items():
-            epoch, within = divmod(step, max(1, per_epoch))
-            weights.append(((epoch * rows + within * global_batch_size) // shards, values))
+        place = _Place(0, 0, 0, rows, shards, global_batch_size, tail)
+        phases = tuple((place.row_of_step(step), values) for step, values in self.mixture.weights().items())
         layout = lay_out(
             [each.fragment_rows for each in self.sources.values()],
-            weights,
+            phases,
             shards=shards,
             rotation=int(np.random.SeedSequence([_INTERLEAVE, seed]).generate_state(1, np.uint64)[0]),
             rows_per_epoch=rows,
             on_end=self.mixture.on_end,
         )
-        return replace(self, layout=layout)
+        return replace(self, layout=layout, declared=phases, phases=phases, changes=())
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """What `restored` needs in order to return to these weights; plain values. Only after `interleaved`."""
+        return {
+            "declared": self._describe_order(self.declared),
+            "in_force": self._describe_order(self.phases),
+            "phases": [[row, list(weights)] for row, weights in self.phases],
+            "changes": list(self.changes),
+        }
+
+    def restored(self, order: Mapping[str, Any]) -> MixedSource:
+        """Return the source with the weights of an earlier part of the run, as `order` has returned them."""
+        return self._with_phases(tuple((row, tuple(each)) for row, each in order["phases"]), tuple(order["changes"]))
+
+    def is_declared(self, order: Mapping[str, Any]) -> bool:
+        """Return whether the mixture gives the same weights as it did then, or those that were then in force."""
+        return self._describe_order(self.declared) in (order["declared"], order["in_force"])
+
+    def changed(self, *, step: int, epoch: int, offset: int, global_batch_size: int, tail: Tail) -> MixedSource:
+        """Return the source with the weights that the mixture gives from a position on, and its own ones before that.
+
+        Rows of earlier positions do not change, and each source continues at its next row. Only with sources that
+        repeat, because otherwise weights decide where an epoch ends.
+
+        Args:
+            step: updates so far.
+            epoch: the epoch in progress.
+            offset: samples of it that all ranks together have consumed.
+            global_batch_size: converts the steps of `weights_by_step` from here on to samples.
+            tail: of the epochs.
+        """
+        assert self.layout is not None, "interleaved(...) must be called first"
+        before = self.phases
+        place = _Place(step, epoch, offset, self.layout.rows, self.layout.shards, global_batch_size, tail)
+        here = place.row_of_step(step)
+        weights = self.mixture.weights()
+        current = weights[max(each for each in weights if each <= step)]
+        after = (here, current), *((place.row_of_step(at), each) for at, each in weights.items() if at > step)
+        rows = [row for row, _ in before]
+        kept, in_force = before[: bisect_left(rows, here)], bisect_right(rows, here) - 1
+        was = (here, before[in_force][1]), *before[in_force + 1 :]
+        change = (
+            f"mixture weights from step {step} (sample {here * place.shards}) on: "
+            f"{self._tell(was)} -> {self._tell(after)}"
+        )
+        return self._with_phases((*kept, *after), (*self.changes, change))
+
+    def _with_phases(self, phases: Phases, changes: tuple[str, ...]) -> MixedSource:
+        assert self.layout is not None, "interleaved(...) must be called first"
+        interleave = replace(
+            self.layout.interleave,
+            starts=tuple(row for row, _ in phases),
+            edges=tuple(edges_of(weights) for _, weights in phases),
+        )
+        # The layout of a mixture whose sources end has the same phases as when it was laid out.
+        layout = replace(self.layout, interleave=interleave) if self.mixture.on_end == "repeat" else self.layout
+        return replace(self, layout=layout, phases=phases, changes=changes)
+
+    def _tell(self, phases: Phases) -> str:
+        """Return the weights from the first of these phases on."""
+        assert self.layout is not None
+        told = []
+        for number, (row, weights) in enumerate(phases):
+            shares = [f"{name} {share:.4g}" for name, share in zip(self.sources, _shares(weights), strict=True)]
+            told.append((f"from sample {row * self.layout.shards} on " if number else "") + ", ".join(shares))
+        return "; ".join(told)
 
     def plan(self, seed: int, epoch: int, *, shuffle: bool, tail: Tail) -> MixturePlan:
         """Return the order of one epoch of a training; only after `interleaved`."""
@@ -237,3 +314,49 @@ class MixedSource:
         ends = np.cumsum([len(each.fragment_rows) for each in self.sources.values()])
         source = int(np.searchsorted(ends, index, side="right"))
         return source, index - int(ends[source - 1] if source else 0)
+
+
+class _Place(NamedTuple):
+    """A position of a training, from which steps are converted to rows.
+
+    Attributes:
+        step, epoch, offset: the position.
+        rows: of an epoch.
+        shards: logical shards.
+        global_batch_size, tail: of the steps from here on.
+    """
+
+    step: int
+    epoch: int
+    offset: int
+    rows: int
+    shards: int
+    global_batch_size: int
+    tail: Tail
+
+    def row_of_step(self, step: int) -> int:
+        """Return the row of each shard that is the next one after `step` steps of the run, if all its epochs are full.
+
+        Args:
+            step: at least that of this place.
+        """
+        left, more = self._steps(self.rows - self.offset), step - self.step
+        if more < left or not more:
+            sample = self.epoch * self.rows + self.offset + more * self.global_batch_size
+        else:
+            epochs, within = divmod(more - left, max(1, self._steps(self.rows)))
+            sample = (self.epoch + 1 + epochs) * self.rows + within * self.global_batch_size
+        return sample // self.shards
+
+    def _steps(self, rows: int) -> int:
+        return rows // self.global_batch_size if self.tail == "drop" else -(-rows // self.global_batch_size)
+
+
+def _shares(weights: Sequence[float]) -> list[float]:
+    return [each / sum(weights) for each in weights]
+
+
+def only_weights_differ(before: str, now: str) -> bool:
+    """Return whether two fingerprints differ in weights alone, of sources that repeat."""
+    ends = [each.split(";")[-2:] for each in (before, now)]
+    return before.partition("(")[0] == now.partition("(")[0] and ends[0] == ends[1] and ends[0][0] == "repeat"

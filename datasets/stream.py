@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from .batching import GlobalBatch
@@ -16,7 +17,7 @@ from .cache import Cache
 from .engines import connected_to_ray
 from .errors import DataError
 from .formats.base import DataFormat, RowSource
-from .mixture import MixedSource, Mixture
+from .mixture import MixedSource, Mixture, only_weights_differ
 from .paths import Paths
 from .plan import Tail, check_shards, default_shards
 from .prefetch import Prefetcher, ShardInfo, StreamSpec
@@ -84,9 +85,7 @@ class Stream:
     @property
     def fingerprint(self) -> str:
         """Identifies the data and its order: changes when either does."""
-        opened = self._open
-        order = "" if opened.shuffle else " unshuffled"
-        return f"{opened.source.fingerprint} in {opened.shards} shards{order}"
+        return _fingerprint(self._open)
 
     def explain_change(self, before: str) -> str | None:
         """Return how the order differs from an earlier fingerprint, and the fix; None if the files differ."""
@@ -94,10 +93,15 @@ class Stream:
         parsed = re.fullmatch(r"(\S+) in (\d+) shards( unshuffled)?", before)
         now = opened.source.fingerprint
         if parsed and isinstance(self.data, Mixture) and parsed[1] != now and parsed[1][:16] == now[:16]:
+            advice = "restore weights, weights_by_step, on_end, rows_per_epoch and global_batch_size"
+            if only_weights_differ(parsed[1], now):
+                advice = (
+                    "accept the change, so that the new weights hold from here on: fit(accept_changes=True), "
+                    "--accept-changes; or restore weights, weights_by_step and global_batch_size"
+                )
             return (
                 "the sources are the same, but their mixture (sample:weights;...;on_end;rows of an epoch) was "
-                f"{parsed[1][16:]} and is {now[16:]}: restore weights, weights_by_step, on_end, rows_per_epoch and "
-                "global_batch_size"
+                f"{parsed[1][16:]} and is {now[16:]}: {advice}"
             )
         if parsed is None or parsed[1] != opened.source.fingerprint or before == self.fingerprint:
             return None
@@ -109,6 +113,45 @@ class Stream:
             f"the files are the same, but had {shards} logical shards and now have {opened.shards} (the default "
             f"follows global_batch_size): set shards={shards} on the {name}{multiple}"
         )
+
+    @property
+    def order(self) -> dict[str, Any] | None:
+        """The weights of a mixture so far, for `continue_order`; None for other data, whose order cannot change."""
+        source = self._open.source
+        if not isinstance(source, MixedSource) or source.layout is None:
+            return None
+        return {"fingerprint": self.fingerprint, **source.order}
+
+    def continue_order(
+        self, order: Mapping[str, Any], *, step: int, epoch: int, offset: int, accept_changes: bool
+    ) -> list[str]:
+        """Take over the weights that a mixture has had up to a position, if nothing but weights has changed since.
+
+        Args:
+            order: `order` of the stream that read up to there.
+            step: updates of the run up to there.
+            epoch: the epoch in progress.
+            offset: samples of it that all ranks together have consumed.
+            accept_changes: let other weights hold from there on; if not, the fingerprint shows the difference.
+
+        Returns:
+            What changes there: a line, or none.
+        """
+        opened, source = self._open, self._open.source
+        if not isinstance(source, MixedSource) or source.layout is None:
+            return []
+        restored, lines = source.restored(order), []
+        if _fingerprint(replace(opened, source=restored)) != order["fingerprint"]:
+            return []
+        if not source.is_declared(order):
+            if not accept_changes or source.mixture.on_end != "repeat":
+                return []
+            size, tail = opened.global_batch_size, opened.tail
+            restored = restored.changed(step=step, epoch=epoch, offset=offset, global_batch_size=size, tail=tail)
+            lines = [restored.changes[-1]]
+        self.close()
+        self._opened = replace(opened, source=restored)
+        return lines
 
     @property
     def source(self) -> RowSource:
@@ -235,6 +278,11 @@ class Stream:
     def _open(self) -> StreamSpec:
         assert self._opened is not None, "setup(shard) must be called first"
         return self._opened
+
+
+def _fingerprint(opened: StreamSpec) -> str:
+    order = "" if opened.shuffle else " unshuffled"
+    return f"{opened.source.fingerprint} in {opened.shards} shards{order}"
 
 
 class ParquetStream(Stream):

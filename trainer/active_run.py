@@ -23,6 +23,7 @@ from .checkpoints.export import (
 )
 from .checkpoints.store import Checkpoint
 from .config import as_plain
+from .data.protocols import HasOrder
 from .distributed import dtensor
 from .distributed.mesh import Mesh
 from .distributed.world import World
@@ -154,10 +155,17 @@ class ActiveRun:
         return self._engine.total_steps
 
     @property
-    def data_identity(self) -> dict[str, str | None]:
-        """The training data's "guarantee" and "fingerprint", which a resumed run compares; empty before it is open."""
+    def data_identity(self) -> dict[str, Any]:
+        """The training data's "guarantee" and "fingerprint", which a resumed run compares; empty before it is open.
+
+        Also "changes", if the run has changed the order of the data: a line for each.
+        """
         data = self._engine.data
-        return {} if data is None else {"guarantee": data.guarantee, "fingerprint": data.fingerprint}
+        if data is None:
+            return {}
+        order = data.order if isinstance(data, HasOrder) else None
+        changes = {"changes": list(order["changes"])} if order and order["changes"] else {}
+        return {"guarantee": data.guarantee, "fingerprint": data.fingerprint, **changes}
 
     @property
     def should_stop(self) -> bool:

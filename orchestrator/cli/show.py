@@ -110,6 +110,7 @@ def print_run(name: str, storage: str) -> None:
         "versions": "  ".join(f"{package} {version}" for package, version in record.versions.items()),
         "git": f"{record.git['commit']}{' with changes' if record.git['dirty'] else ''}" if record.git else None,
         "machine": "  ".join(f"{key} {value}" for key, value in record.hardware.items()),
+        "changes": f"\n{'':<11}".join(record.all_changes()),
     }
     for label, fact in facts.items():
         if fact:

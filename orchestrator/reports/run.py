@@ -120,7 +120,7 @@ def _head(run: Run, account: GoodputReport) -> Html:
             "time": _starts(account), "workers": f"{record.workers}{elastic}",
             "preemptions": record.preemptions or "", "failures": record.failures or "",
             "resume guarantee": record.data_guarantee, "files": run.run_dir, "id": record.id,
-            "changed between starts": joined([element("div", each) for each in record.changes]),
+            "changed between starts": joined([element("div", each) for each in record.all_changes()]),
         }),
     ])  # fmt: skip
 

@@ -107,7 +107,8 @@ class Record:
         working_dir: current directory of the driver, to which relative paths refer.
         code: digests of the trainer's file ("sha256") and of its methods ("methods", by name), and the "folder" from
             which its module is imported.
-        data: identity of the training data: its "guarantee" and "fingerprint".
+        data: identity of the training data: its "guarantee" and "fingerprint", and "changes": accepted ones of a
+            mixture's weights.
         defaults: defaults of the experiment's fields that have another value, by path; None for a field without one.
         changes: config fields that changed between starts, each as "path: before -> after".
     """
@@ -160,6 +161,10 @@ class Record:
     def to_plain(self) -> dict[str, Any]:
         """Return the record as JSON values that must not be modified: `asdict`, which copies, is slow."""
         return {**vars(self), "driver": vars(self.driver)}
+
+    def all_changes(self) -> list[str]:
+        """Return a line for every change that a start has accepted, of the config and of the data."""
+        return [*self.changes, *self.data.get("changes", ())]
 
     def to_json(self) -> str:
         """Return the record as JSON text."""

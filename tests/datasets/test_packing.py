@@ -249,26 +249,30 @@ class Simulation:
         """Check one schedule."""
         draw = random.Random(seed)
         on_end = draw.choice(["repeat", "repeat", "drop"])
-        weights = [[draw.choice([0.2, 0.5, 1, 3]) for _ in self.data] for _ in range(3)]
-        later = {draw.randint(1, 20): weights[1], draw.randint(21, 40): weights[2]} if on_end == "repeat" else {}
-        mixture = Mixture(
-            {name: (each, weight) for (name, each), weight in zip(self.data.items(), weights[0], strict=True)},
-            weights_by_step={step: dict(zip(self.data, each, strict=True)) for step, each in later.items()},
-            on_end=on_end,
-        )  # type: ignore[arg-type]
         shards = draw.randint(5, 8)
         size = shards * draw.randint(1, 2)
-        mixed = MixedSource(mixture, self.sources).interleaved(shards, seed=seed, global_batch_size=size, tail="keep")
+        mixed = self.mix(draw, on_end, shards, seed=seed, size=size)
         learned: list[tuple[str, int, list[int]]] = []
+        starts = [0]
         for epoch in range(2):
             whole = self.learn(mixed, seed, epoch, size, world_size=1, offset=0)
             done = 0
             while done < len(whole):
+                if on_end == "repeat" and draw.random() < 0.3:
+                    # A person changes the weights; a checkpoint has the order as JSON.
+                    order = json.loads(json.dumps(mixed.order))
+                    mixed = self.mix(draw, on_end, shards, seed=seed, size=size).restored(order)
+                    place = {"step": starts[-1] + done, "epoch": epoch, "offset": done * size}
+                    mixed = mixed.changed(**place, global_batch_size=size, tail="keep")
+                    replayed = self.learn(mixed, seed, epoch, size, world_size=1, offset=0)
+                    assert replayed[:done] == whole[:done], "what was learned before keeps its weights"
+                    whole = replayed
                 resumed = self.learn(mixed, seed, epoch, size, world_size=draw.randint(1, 5), offset=done * size)
                 kept = resumed[: draw.randint(1, len(resumed))]  # the rest is lost in a kill, and learned again
                 assert kept == whole[done : done + len(kept)], "the same batches, whatever happened before"
                 learned += [row for batch in kept for row in batch]
                 done += len(kept)
+            starts.append(starts[-1] + len(whole))
         seen = Counter((piece, number) for name, number, _ in learned for piece in name.split("+"))
         assert set(seen.values()) == {1}, "each span of tokens once in a pass"
         assert mixed.layout is not None
@@ -286,6 +290,17 @@ class Simulation:
                 for at, piece in enumerate(source.row_name(fragment, row).split("+"))
             ]
             assert all(seen[span, number] == 1 for span in spans for number in range(passes)), "every span in a pass"
+
+    def mix(self, draw: random.Random, on_end: str, shards: int, *, seed: int, size: int) -> MixedSource:
+        """Return the sources with random weights."""
+        weights = [[draw.choice([0.2, 0.5, 1, 3]) for _ in self.data] for _ in range(3)]
+        later = {draw.randint(1, 20): weights[1], draw.randint(21, 40): weights[2]} if on_end == "repeat" else {}
+        mixture = Mixture(
+            {name: (each, weight) for (name, each), weight in zip(self.data.items(), weights[0], strict=True)},
+            weights_by_step={step: dict(zip(self.data, each, strict=True)) for step, each in later.items()},
+            on_end=on_end,
+        )  # type: ignore[arg-type]
+        return MixedSource(mixture, self.sources).interleaved(shards, seed=seed, global_batch_size=size, tail="keep")
 
     def learn(
         self, mixed: MixedSource, seed: int, epoch: int, size: int, *, world_size: int, offset: int

@@ -108,6 +108,24 @@ class SupportsDiff(Protocol):
 
 
 @runtime_checkable
+class HasOrder(Protocol):
+    """A `BatchStream` whose order may be changed in mid-run, from a position on: a mixture gets other weights."""
+
+    @property
+    def order(self) -> Mapping[str, Any] | None:
+        """The order so far, as plain values, with `changes`: a line for each. None if it cannot change."""
+
+    def continue_order(
+        self, order: Mapping[str, Any], *, step: int, epoch: int, offset: int, accept_changes: bool
+    ) -> Sequence[str]:
+        """Take over `order` of an earlier stream up to a position, before anything is read; return what changes there.
+
+        Its own settings hold from there on if they differ and the change is accepted: then it returns a line. Unless it
+        does, a stream that would not continue the earlier one has another fingerprint.
+        """
+
+
+@runtime_checkable
 class Mergeable(Protocol):
     """A per-rank `Stateful` whose states can be added, so that a run can resume on fewer ranks."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import platform
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
@@ -24,7 +24,7 @@ from ..checkpoints.scan import split_path
 from ..checkpoints.state_in_memory import capture_state, check_is_own_state, restore_state
 from ..checkpoints.store import Checkpoint, CheckpointStore, CheckpointWarning, DamagedCheckpointError
 from ..config import CheckpointConfig, as_plain
-from ..data.protocols import BatchStream, HasRankState, Stateful, SupportsDiff, is_exhausted
+from ..data.protocols import BatchStream, HasOrder, HasRankState, Stateful, SupportsDiff, is_exhausted
 from ..distributed.world import World
 from ..errors import ConfigError, DataError
 from ..exact.numerics import Numerics
@@ -179,6 +179,7 @@ class RunState:
         meta = {
             "trainer": f"{self._program.__module__}:{self._program.__qualname__}",
             "data": {"guarantee": self._data.guarantee, "fingerprint": self._data.fingerprint},
+            **({"order": self._data.order} if isinstance(self._data, HasOrder) else {}),
             "total_steps": self._length.total_steps,
             "began_after": self._store.began_after if self._store is not None else 0,
             "versions": versions(),
@@ -276,7 +277,8 @@ class RunState:
                 f"{checkpoint.path}; it started {f'from {began_from}' if began_from else 'without init_from'}: leave "
                 "init_from out to resume, or start another run"
             )
-        is_other_data = self._check_data(checkpoint, components)
+        changes = self._continue_order(checkpoint, components, accept_changes=accept_changes)
+        is_other_data = not changes and self._check_data(checkpoint, components)
         self._certificate.check_before_load(checkpoint, components, accept_changes=accept_changes)
         parts = {name: part for name, part in self._parts().items() if _component(name) in components}
         rank_parts = {name: part for name, part in self._rank_parts().items() if _component(name) in components}
@@ -307,6 +309,8 @@ class RunState:
         self._report_changed_length(checkpoint)
         if "settings" in parts and (lines := self._settings.adopt(accept_changes=accept_changes)):
             self._ctx.print("configure_optimizers() has changed; " + "; ".join(lines))
+        for line in changes:
+            self._ctx.print(line)
         self._has_begun = True
         self._ctx.callbacks.on_restored()
         self.is_half_restored = False
@@ -331,7 +335,8 @@ class RunState:
         self._begin_in_own_folder()
         check_is_own_state(state, ctx.world)
         source = Checkpoint("state_dict()", 0, 0, {}, state["meta"], ctx.world.size, 0, 0.0)
-        is_other_data = self._check_data(source, COMPONENTS)
+        changes = self._continue_order(source, COMPONENTS, accept_changes=accept_changes)
+        is_other_data = not changes and self._check_data(source, COMPONENTS)
         self._certificate.check_before_load(source, COMPONENTS, accept_changes=accept_changes)
         self.is_half_restored = True
         restore_state(state, self._parts(), self._rank_parts(), ctx.world)
@@ -341,6 +346,8 @@ class RunState:
         self._restore_data_position(begin_epoch_again=is_other_data)
         if lines := self._settings.adopt(accept_changes=accept_changes):
             ctx.print("configure_optimizers() has changed; " + "; ".join(lines))
+        for line in changes:
+            ctx.print(line)
         ctx.callbacks.on_restored()
         self.is_half_restored = False
 
@@ -435,6 +442,17 @@ class RunState:
         checkpoint = store.read(path)
         store.load(parts, rank_parts={}, checkpoint=checkpoint)
         return checkpoint
+
+    def _continue_order(
+        self, checkpoint: Checkpoint, components: Collection[str], *, accept_changes: bool
+    ) -> Sequence[str]:
+        """Let the data continue in the order of the checkpoint; return the accepted changes of it from here on."""
+        order = checkpoint.meta.get("order")
+        if order is None or "data" not in components or not isinstance(self._data, HasOrder):
+            return ()
+        place = checkpoint.meta["certificate"]["position"]
+        where = {name: place[name] for name in ("step", "epoch", "offset")}
+        return self._data.continue_order(order, **where, accept_changes=accept_changes)
 
     def _check_data(self, checkpoint: Checkpoint, components: Collection[str]) -> bool:
         """Return whether the data has changed; raise unless the config or the components allow that."""

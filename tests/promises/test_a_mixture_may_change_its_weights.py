@@ -1,0 +1,166 @@
+"""A run continues with other weights of its mixture, if a person accepts them: from there on, and only there."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headway.datasets.formats.jsonl import JsonLines
+from headway.datasets.mixture import Mixture
+from headway.datasets.stream import Stream
+from headway.trainer import CheckpointConfig, DataError, Trainer, TrainerConfig, World
+from tests.distributed import run_on_ranks
+
+Weights = dict[str, float]
+Planned = dict[int, Weights]
+
+OLD, NEW, NEWER = {"web": 0.9, "code": 0.1}, {"web": 0.25, "code": 0.75}, {"web": 0.5, "code": 0.5}
+
+
+class Mixed(Trainer[TrainerConfig]):
+    """Keeps the ids of the rows of every update."""
+
+    folder: str
+    weights: Weights
+    planned: Planned | None = None
+    ends: Any = "repeat"
+
+    def configure_models(self) -> None:
+        self.model = torch.nn.Linear(1, 1)
+        self.seen: list[tuple[int, list[int]]] = []
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
+
+    def configure_dataloaders(self) -> Any:
+        sources = {name: (JsonLines(f"{self.folder}/{name}.jsonl"), weight) for name, weight in self.weights.items()}
+        return Stream(Mixture(sources, weights_by_step=self.planned, on_end=self.ends), shards=20, engine="threads")
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen.append((self.global_step, batch["id"].tolist()))
+        return self.model(batch["id"].float()[:, None]).square().mean()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Sources of 300 and 200 rows, whose ids begin at 0 and 1000."""
+    for name, ids in (("web", range(300)), ("code", range(1000, 1200))):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"id": row}) + "\n" for row in ids))
+    return tmp_path
+
+
+def _train(
+    world: World,
+    folder: str,
+    run_dir: str,
+    max_steps: int,
+    weights: Weights,
+    accept: bool = False,
+    **options: Any,
+) -> tuple[list[tuple[int, list[int]]], list[str], dict[str, Any]]:
+    said: list[str] = []
+    size = options.pop("global_batch_size", 20)
+    resume = options.pop("resume", "auto")
+    config = TrainerConfig(
+        max_steps=max_steps,
+        global_batch_size=size,
+        evaluate_every=None,
+        checkpoint=CheckpointConfig(every=None, keep_last=9),
+    )
+    trainer = Mixed(config, run_dir=run_dir, world=world, printer=said.append)
+    vars(trainer).update(folder=folder, weights=weights, **options)
+    trainer.fit(resume=resume, accept_changes=accept)
+    return trainer.seen, [line for line in said if line.startswith("mixture")], dict(trainer.data_identity)
+
+
+def train(folder: Path, run: str, max_steps: int, *args: Any, **options: Any) -> Any:
+    return _train(World.single("cpu"), str(folder), str(folder / run), max_steps, *args, **options)
+
+
+def learned(*legs: Any) -> dict[int, Counter[int]]:
+    """Return the ids of each update, of all ranks."""
+    steps: dict[int, Counter[int]] = {}
+    for leg in legs:
+        for step, rows in leg:
+            steps.setdefault(step, Counter()).update(rows)
+    return steps
+
+
+def test_accepted_weights_hold_from_the_change_on_at_every_number_of_ranks(folder: Path) -> None:
+    first, said, identity = train(folder, "run", 10, OLD)
+    assert said == []
+    assert "changes" not in identity
+    with pytest.raises(DataError, match=r"accept the change, so that the new weights hold from here on: fit\(accept_"):
+        train(folder, "run", 20, NEW)
+    second = run_on_ranks(_train, 3, str(folder), str(folder / "run"), 14, NEW, True)
+    lines = [
+        "mixture weights from step 10 (sample 200) on: web 0.9, code 0.1 -> web 0.25, code 0.75",
+        "mixture weights from step 14 (sample 280) on: web 0.25, code 0.75 -> web 0.5, code 0.5",
+    ]
+    assert second[0][1] == lines[:1]
+    assert {str(rank[2]["changes"]) for rank in second} == {str(lines[:1])}
+    third = run_on_ranks(_train, 2, str(folder), str(folder / "run"), 20, NEWER, True)
+    assert third[0][1] == lines[1:]
+    last, said, identity = train(folder, "run", 60, NEWER)
+    assert said == [], "a change is accepted once"
+    assert identity["changes"] == lines
+
+    steps = learned(first, *(rank[0] for rank in (*second, *third)), last)
+    assert sorted(steps) == list(range(60))
+    shares = [
+        sum(row < 1000 for step in part for row in steps[step].elements()) / (20 * len(part))
+        for part in (range(10), range(10, 14), range(14, 60))
+    ]
+    assert shares == pytest.approx([0.9, 0.25, 0.5], abs=0.03)
+
+    # Another process that resumes from the checkpoint of the first change, or of the last, learns the same rows.
+    for checkpoint, weights, end in ((14, NEW, 14), (20, NEWER, 60)):
+        path = next((folder / "run" / "checkpoints").glob(f"*{checkpoint:08d}*"))
+        again, _, _ = train(folder, f"again-{checkpoint}", 60, weights, resume=str(path))
+        for step, rows in learned(again).items():
+            if step < end:
+                assert rows == steps[step]
+
+    # 60 updates are 1,200 rows: sources of 300 and 200 rows are read again, and no row a time more than another one.
+    counts = sum(steps.values(), Counter())
+    assert len(counts) == 500
+    for source in (range(300), range(1000, 1200)):
+        times = {counts[row] for row in source}
+        assert max(times) - min(times) <= 1 + (len(source) % 20 > 0), "shards of a source end at about the same time"
+
+
+def test_a_plan_that_says_what_was_changed_is_the_same_data(folder: Path) -> None:
+    train(folder, "run", 10, OLD)
+    train(folder, "run", 12, NEW, accept=True)
+    _, said, identity = train(folder, "run", 14, OLD, planned={10: NEW})
+    assert said == []
+    assert len(identity["changes"]) == 1
+    assert train(folder, "run", 16, OLD, planned={10: NEW})[1] == []
+
+
+def test_weights_by_step_are_counted_from_the_change_on(folder: Path) -> None:
+    """A larger batch moves the samples of later steps, and no earlier ones."""
+    first, _, _ = train(folder, "run", 6, OLD, planned={4: NEWER, 12: NEW})
+    second, said, _ = train(folder, "run", 14, OLD, planned={4: NEWER, 12: NEW}, global_batch_size=40, accept=True)
+    assert said == [
+        "mixture weights from step 6 (sample 120) on: web 0.5, code 0.5; from sample 240 on web 0.25, code 0.75 -> "
+        "web 0.5, code 0.5; from sample 360 on web 0.25, code 0.75"
+    ]
+    steps = learned(first, second)
+    code = {step: sum(row >= 1000 for row in rows.elements()) / sum(rows.values()) for step, rows in steps.items()}
+    assert max(code[step] for step in range(4)) < 0.3
+    assert all(0.4 <= code[step] <= 0.6 for step in range(4, 12))
+    assert min(code[step] for step in (12, 13)) > 0.65
+
+
+def test_where_sources_end_the_weights_stay(folder: Path) -> None:
+    train(folder, "run", 5, OLD, ends="drop")
+    with pytest.raises(DataError, match="restore weights, weights_by_step, on_end"):
+        train(folder, "run", 9, NEW, accept=True, ends="drop")
+    with pytest.raises(DataError, match="restore weights, weights_by_step, on_end"):
+        train(folder, "run", 9, NEW, accept=True, ends="repeat")

@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from bisect import bisect_left, insort
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,19 +20,18 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import DataError
-from .formats.base import DataFormat, Fragment, RowSource
-from .formats.index_cache import Index, cached_index
-from .formats.packed_rows import PackedRows, checksum_of
+from .formats.base import DataFormat, RowSource
+from .formats.index_cache import Index
+from .formats.packed_rows import PackedRows
+from .formats.token_file import Group, Tokens, check_complete, document_name, open_tokens, write_groups
 from .mixture import Mixture
-from .paths import PathLike, nearest
-from .tokenizers import Tokenizer, name_of, to_tokens
+from .paths import PathLike
+from .tokenizers import Tokenizer
 
 logger = logging.getLogger("headway.datasets")
 
 # Documents are packed with others of at least so many rows. More fill the rows better, and take more memory.
 _GROUP_ROWS = 128
-# At each start, so many tokens of the first documents are compared with those in the rows.
-_SAMPLE_TOKENS = 2**14
 
 
 class Piece(NamedTuple):
@@ -128,65 +123,28 @@ class Packed:
         """
         documents = self.data.open()
         tokens_of = Tokens(self.column, self.tokenizer)
-        named = f"{documents.fingerprint}\0{self.column}\0{name_of(self.tokenizer) if self.tokenizer else ''}"
-        key = hashlib.sha256(f"{named}\0{self.length}\0{self.pad}".encode()).hexdigest()[:16]
-        path = Path(self.index).expanduser().absolute() / f"packed-{self.length}.{key}.npz"
-        rows = path.with_suffix(".rows")
-        index = cached_index(path, lambda: self._build(documents, tokens_of, rows))
+        key = hashlib.sha256(f"{documents.fingerprint}\0{tokens_of}\0{self.length}\0{self.pad}".encode()).hexdigest()
+        path = Path(self.index).expanduser().absolute() / f"packed-{self.length}.{key[:16]}.npz"
+        index = open_tokens(path, documents, tokens_of, lambda file: self._build(documents, tokens_of, file))
         if not index.arrays["rows"].any():
             raise DataError(f"{self} has no tokens")
-        size_bytes = 4 * self.length * int(index.arrays["rows"].sum())
-        if not rows.exists() or rows.stat().st_size != size_bytes:
-            raise DataError(f"{rows} is not complete: remove {path}, so that both are written again")
-        sampled, checksum = index.arrays["sample"].tolist()
-        if self.tokenizer and _checksum(tokens_of.read(documents.fragment(0), sampled)) != checksum:
-            raise DataError(
-                f"the first documents have other tokens than those packed in {rows}: the tokenizer has changed or is "
-                "not deterministic. Use another index folder for another tokenizer"
-            )
-        return PackedSource(self, documents, str(rows), index)
+        check_complete(path, 4 * self.length * int(index.arrays["rows"].sum()))
+        return PackedSource(self, documents, str(path.with_suffix(".rows")), index)
 
     def _build(self, documents: RowSource, tokens_of: Tokens, path: Path) -> Index:
         """Write all rows to `path`, and return their index."""
-        lengths: list[npt.NDArray[np.int64]] = []
-        groups: list[_Group] = []
-        ends, sample = [0], (0, 0)
-        waiting: list[npt.NDArray[np.int32]] = []
-        temporary = path.with_suffix(".rows-writing")
-        try:
-            with temporary.open("wb") as file:
-                for index, tokens in enumerate(_read_all(documents, tokens_of)):
-                    if index == 0:
-                        sampled = 1 + int(np.searchsorted(np.cumsum([*map(len, tokens)]), _SAMPLE_TOKENS))
-                        sample = sampled, _checksum(tokens[:sampled])
-                    lengths.append(np.array([*map(len, tokens)], dtype=np.int64))
-                    waiting += tokens
-                    full = sum(map(len, waiting)) >= _GROUP_ROWS * self.length
-                    if full or index == len(documents.fragment_rows) - 1:
-                        rows, group = _pack_rows(waiting, self.length, self.pad)
-                        file.write(rows.data)
-                        groups.append(group)
-                        ends.append(index + 1)
-                        waiting = []
-                size_bytes = file.tell()
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        arrays = {
-            "lengths": np.concatenate(lengths),
-            "groups": np.array(ends, dtype=np.int64),
-            "rows": np.array([each.num_rows for each in groups], dtype=np.int64),
-            "checksums": np.array([each.checksum for each in groups], dtype=np.int64),
-            "pieces": np.cumsum([0, *(len(each.starts) for each in groups)], dtype=np.int64),
-            "starts": np.concatenate([each.starts for each in groups]),
-            "ids": np.concatenate([each.ids for each in groups]),
-            "sample": np.array(sample, dtype=np.int64),
-        }
-        total, tokens_in_all = int(arrays["rows"].sum()), int(arrays["lengths"].sum())
+        arrays = write_groups(
+            tokens_of.read_all(documents),
+            path,
+            group_tokens=_GROUP_ROWS * self.length,
+            arrange=lambda group: _pack_rows(group, self.length, self.pad),
+        )
+        arrays["pieces"] = np.cumsum([0, *arrays["pieces"]])
+        total, tokens = int(arrays["rows"].sum()), int(arrays["lengths"].sum())
         logger.info(
             "packed %d documents of %s, %d tokens, into %d rows of %d, %.2f %% full; %.1f MB in %s",
-            *(len(arrays["lengths"]), self.data, tokens_in_all, total, self.length),
-            *(100 * tokens_in_all / max(1, total * self.length), size_bytes / 1e6, path),
+            *(len(arrays["lengths"]), self.data, tokens, total, self.length),
+            *(100 * tokens / max(1, total * self.length), 4 * total * self.length / 1e6, path),
         )
         return Index(arrays, {})
 
@@ -194,60 +152,8 @@ class Packed:
         return str(self.data)
 
 
-class Tokens(NamedTuple):
-    """How to get the tokens of documents."""
-
-    column: str
-    tokenizer: Tokenizer | None
-
-    def read(self, fragment: Fragment, documents: int | None = None) -> list[npt.NDArray[np.int32]]:
-        """Return the tokens of each document of a fragment, or of its first `documents`.
-
-        Raises:
-            DataError: the column has something else than text or tokens.
-        """
-        origin = f"the tokenizer {name_of(self.tokenizer)}" if self.tokenizer else f"column {self.column!r}"
-        return [to_tokens(each, origin) for each in islice(self._documents(fragment), documents)]
-
-    def _documents(self, fragment: Fragment) -> Iterable[Any]:
-        rows = fragment.read()
-        if self.column not in rows:
-            raise DataError(f"the documents have no column {self.column!r}; {nearest(self.column, rows)}")
-        documents = rows[self.column]
-        if self.tokenizer is None:
-            return documents
-        for each in documents:
-            if not isinstance(each, str):
-                raise DataError(f"column {self.column!r} must have text for the tokenizer, got {type(each).__name__}")
-        return map(self.tokenizer, documents)
-
-
-def _read_all(documents: RowSource, tokens_of: Tokens) -> Iterator[list[npt.NDArray[np.int32]]]:
-    """Yield the tokens of each fragment in order, read by several threads, a few fragments ahead."""
-    threads = os.cpu_count() or 1
-    waiting: deque[Future[list[npt.NDArray[np.int32]]]] = deque()
-    with ThreadPoolExecutor(max_workers=threads) as pool:
-        for index in range(len(documents.fragment_rows)):
-            waiting.append(pool.submit(tokens_of.read, documents.fragment(index)))
-            if len(waiting) > 2 * threads:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-
-
-class _Group(NamedTuple):
-    """See `PackedRows`."""
-
-    num_rows: int
-    checksum: int
-    starts: npt.NDArray[np.int32]
-    ids: npt.NDArray[np.int32]
-
-
-def _pack_rows(
-    documents: Sequence[npt.NDArray[np.int32]], row_length: int, pad: int
-) -> tuple[npt.NDArray[np.int32], _Group]:
-    """Return the packed rows [R, row_length] of some documents, and where their pieces are."""
+def _pack_rows(documents: Sequence[npt.NDArray[np.int32]], row_length: int, pad: int) -> Group:
+    """Return the packed rows [R, row_length] of some documents, and where their pieces are (see `PackedRows`)."""
     rows = pack([*map(len, documents)], row_length)
     tokens = np.full((len(rows), row_length), pad, np.int32)
     starts, ids = [], []
@@ -262,11 +168,8 @@ def _pack_rows(
         if at < row_length:
             starts.append(row * row_length + at)
             ids.append(-1)
-    return tokens, _Group(len(rows), checksum_of(tokens), np.array(starts, np.int32), np.array(ids, np.int32))
-
-
-def _checksum(documents: Sequence[npt.NDArray[np.int32]]) -> int:
-    return checksum_of(np.concatenate(documents)) if documents else 0
+    counts = {"rows": len(rows), "pieces": len(starts)}
+    return Group(tokens, counts, {"starts": np.array(starts, np.int32), "ids": np.array(ids, np.int32)})
 
 
 @dataclass(frozen=True)
@@ -345,13 +248,9 @@ class PackedSource:
         first, last = self.index.arrays["groups"][group : group + 2].tolist()
         begin, end = self._documents_before[[first, last]].tolist()
         pieces = pack(self.index.arrays["lengths"][begin:end].tolist(), self.packed.length)[row]
-        ends = np.cumsum(self.documents.fragment_rows[first:])
-        names = []
-        for document, start, stop in pieces:
-            at = int(np.searchsorted(ends, document, side="right"))
-            within = document - int(ends[at - 1] if at else 0)
-            names.append(f"{self.documents.row_name(first + at, within)}[{start}:{stop}]")
-        return "+".join(names)
+        return "+".join(
+            f"{document_name(self.documents, first, document)}[{start}:{stop}]" for document, start, stop in pieces
+        )
 
     @cached_property
     def _groups(self) -> npt.NDArray[np.int64]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from ..arrow import Rows
-from ..errors import DataError
+from .token_file import read_group
 
 
 class PackedRows(NamedTuple):
@@ -40,18 +38,7 @@ class PackedRows(NamedTuple):
             DataError: the file is missing or has changed.
         """
         size = self.num_rows * self.row_length
-        try:
-            tokens = np.fromfile(self.path, np.int32, size, offset=4 * self.first * self.row_length)
-        except OSError as error:
-            raise DataError(
-                f"cannot read the packed rows in {self.path} ({error.strerror or error}): set index to a folder that "
-                "every machine can read, or engine='threads'"
-            ) from error
-        if len(tokens) != size or checksum_of(tokens) != self.checksum:
-            raise DataError(
-                f"{self.path} has other tokens than when it was written: remove "
-                f"{Path(self.path).with_suffix('.npz')}, so that both are written again"
-            )
+        tokens = read_group(self.path, self.first * self.row_length, size, self.checksum)
         lengths = np.diff(self.starts, append=np.int32(size))
         positions = np.arange(size, dtype=np.int32)
         positions -= np.repeat(self.starts, lengths)
@@ -61,8 +48,3 @@ class PackedRows(NamedTuple):
             positions *= mask
         columns = {"tokens": tokens, "document_ids": document_ids, "positions": positions, "mask": mask}
         return {name: column.reshape(self.num_rows, self.row_length) for name, column in columns.items()}
-
-
-def checksum_of(tokens: npt.NDArray[np.int32]) -> int:
-    """Return a checksum of contiguous tokens, as a signed 64-bit integer."""
-    return int(np.uint64(xxhash.xxh3_64_intdigest(tokens.data)).astype(np.int64))

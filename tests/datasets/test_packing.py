@@ -178,7 +178,7 @@ def test_documents_are_tokenized_once_for_all_epochs_and_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Counting, "calls", 0)
-    monkeypatch.setattr("headway.datasets.packing._SAMPLE_TOKENS", 1)
+    monkeypatch.setattr("headway.datasets.formats.token_file._SAMPLE_TOKENS", 1)
     data = packed(words(tmp_path / "words.jsonl", 200), tmp_path, tokenizer=Counting())
     first = steps(data)
     # Beside the documents themselves, each start tokenizes the first one.

@@ -1,0 +1,210 @@
+"""Documents tokenized once, into a file with one group of neighbouring documents after the other. Each read is a group.
+
+A format says what the file holds of a group; the lengths of all documents are in its index, with a checksum per group.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ..errors import DataError
+from ..paths import nearest
+from ..tokenizers import Tokenizer, name_of, to_tokens
+from .base import Fragment, RowSource
+from .index_cache import Index, cached_index
+
+# At each start, so many tokens of the first documents are compared with those in the file.
+_SAMPLE_TOKENS = 2**14
+
+Document: TypeAlias = npt.NDArray[np.int32]
+"""The tokens of a document, [T]."""
+
+
+class Group(NamedTuple):
+    """What the file holds of a group of documents, and what the index knows of it.
+
+    Attributes:
+        tokens: contiguous, of any shape.
+        counts: numbers of the group, such as its rows.
+        arrays: such as the parts of the rows; those of all groups become one array.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    counts: Mapping[str, int]
+    arrays: Mapping[str, npt.NDArray[Any]]
+
+
+class Tokens(NamedTuple):
+    """How to get the tokens of documents."""
+
+    column: str
+    tokenizer: Tokenizer | None
+
+    def __str__(self) -> str:
+        return f"{self.column}\0{name_of(self.tokenizer) if self.tokenizer else ''}"
+
+    def read(self, fragment: Fragment, documents: int | None = None) -> list[Document]:
+        """Return the tokens of each document of a fragment, or of its first `documents`.
+
+        Raises:
+            DataError: the column has something else than text or tokens.
+        """
+        origin = f"the tokenizer {name_of(self.tokenizer)}" if self.tokenizer else f"column {self.column!r}"
+        return [to_tokens(each, origin) for each in islice(self._documents(fragment), documents)]
+
+    def read_all(self, documents: RowSource) -> Iterator[list[Document]]:
+        """Yield the tokens of each fragment in order, read by several threads, a few fragments ahead."""
+        threads = os.cpu_count() or 1
+        waiting: deque[Future[list[Document]]] = deque()
+        with ThreadPoolExecutor(max_workers=threads) as pool:
+            for index in range(len(documents.fragment_rows)):
+                waiting.append(pool.submit(self.read, documents.fragment(index)))
+                if len(waiting) > 2 * threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+
+    def _documents(self, fragment: Fragment) -> Iterable[Any]:
+        rows = fragment.read()
+        if self.column not in rows:
+            raise DataError(f"the documents have no column {self.column!r}; {nearest(self.column, rows)}")
+        documents = rows[self.column]
+        if self.tokenizer is None:
+            return documents
+        for each in documents:
+            if not isinstance(each, str):
+                raise DataError(f"column {self.column!r} must have text for the tokenizer, got {type(each).__name__}")
+        return map(self.tokenizer, documents)
+
+
+def open_tokens(path: Path, documents: RowSource, tokens_of: Tokens, build: Callable[[Path], Index]) -> Index:
+    """Return the index at `path`, or what `build` returns, which writes the file beside it.
+
+    Raises:
+        DataError: the tokenizer gives other tokens than when the file was written, or the folder cannot be written.
+    """
+    file = path.with_suffix(".rows")
+    index = cached_index(path, lambda: build(file))
+    sampled, checksum = index.arrays["sample"].tolist()
+    if tokens_of.tokenizer and _checksum(tokens_of.read(documents.fragment(0), sampled)) != checksum:
+        raise DataError(
+            f"the first documents have other tokens than those in {file}: the tokenizer has changed or is "
+            "not deterministic. Use another index folder for another tokenizer"
+        )
+    return index
+
+
+def check_complete(path: Path, size_bytes: int) -> None:
+    """Check the size of the file of an index.
+
+    Raises:
+        DataError: it is missing or has another size.
+    """
+    file = path.with_suffix(".rows")
+    if not file.exists() or file.stat().st_size != size_bytes:
+        raise DataError(f"{file} is not complete: remove {path}, so that both are written again")
+
+
+def write_groups(
+    fragments: Iterable[Sequence[Document]],
+    path: Path,
+    *,
+    group_tokens: int,
+    arrange: Callable[[Sequence[Document]], Group],
+) -> dict[str, npt.NDArray[Any]]:
+    """Write all groups to `path`, and return the arrays of their index.
+
+    These are `lengths` (of all documents), `groups` (first fragment of each group, and the end), `checksums` and the
+    counts (of each group), the arrays of all groups, and `sample` (number and checksum of some first documents).
+
+    Args:
+        fragments: the documents of each fragment, at least one fragment.
+        path: the file.
+        group_tokens: a group ends with the first fragment that gives it so many tokens.
+        arrange: returns what the file holds of some documents.
+    """
+    lengths: list[npt.NDArray[np.int64]] = []
+    groups: list[Group] = []
+    checksums: list[int] = []
+    ends, sample = [0], (0, 0)
+    waiting: list[Document] = []
+    temporary = path.with_name(f"{path.name}-writing")
+    try:
+        with temporary.open("wb") as file:
+
+            def write() -> None:
+                group = arrange(waiting)
+                file.write(group.tokens.data)
+                checksums.append(checksum_of(group.tokens))
+                groups.append(group._replace(tokens=group.tokens[:0]))
+                ends.append(len(lengths))
+                waiting.clear()
+
+            for tokens in fragments:
+                if not lengths:
+                    sampled = 1 + int(np.searchsorted(np.cumsum([*map(len, tokens)]), _SAMPLE_TOKENS))
+                    sample = sampled, _checksum(tokens[:sampled])
+                lengths.append(np.array([*map(len, tokens)], dtype=np.int64))
+                waiting += tokens
+                if sum(map(len, waiting)) >= group_tokens:
+                    write()
+            if ends[-1] < len(lengths):
+                write()
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return {
+        "lengths": np.concatenate(lengths),
+        "groups": np.array(ends, dtype=np.int64),
+        "checksums": np.array(checksums, dtype=np.int64),
+        **{name: np.array([each.counts[name] for each in groups], dtype=np.int64) for name in groups[0].counts},
+        **{name: np.concatenate([each.arrays[name] for each in groups]) for name in groups[0].arrays},
+        "sample": np.array(sample, dtype=np.int64),
+    }
+
+
+def read_group(path: str, first: int, size: int, checksum: int) -> npt.NDArray[np.int32]:
+    """Return `size` tokens from token `first` of the file on.
+
+    Raises:
+        DataError: the file is missing or has changed.
+    """
+    try:
+        tokens = np.fromfile(path, np.int32, size, offset=4 * first)
+    except OSError as error:
+        raise DataError(
+            f"cannot read the tokens in {path} ({error.strerror or error}): set index to a folder that "
+            "every machine can read, or engine='threads'"
+        ) from error
+    if len(tokens) != size or checksum_of(tokens) != checksum:
+        raise DataError(
+            f"{path} has other tokens than when it was written: remove "
+            f"{Path(path).with_suffix('.npz')}, so that both are written again"
+        )
+    return tokens
+
+
+def document_name(documents: RowSource, first: int, document: int) -> str:
+    """Return the id of a document, counted from the first one of fragment `first`."""
+    ends = np.cumsum(documents.fragment_rows[first:])
+    at = int(np.searchsorted(ends, document, side="right"))
+    return documents.row_name(first + at, document - int(ends[at - 1] if at else 0))
+
+
+def checksum_of(tokens: npt.NDArray[np.int32]) -> int:
+    """Return a checksum of contiguous tokens, as a signed 64-bit integer."""
+    return int(np.uint64(xxhash.xxh3_64_intdigest(tokens.data)).astype(np.int64))
+
+
+def _checksum(documents: Sequence[Document]) -> int:
+    return checksum_of(np.concatenate(documents)) if documents else 0

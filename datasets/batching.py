@@ -57,6 +57,7 @@ class ShardBuffers:
         chunks: the rows of these reads in order, in chunks of any length.
         filler_row: returns one row, to fill a micro-batch of a rank that has not had any.
         same_types: refuse rows whose columns or types of numbers differ from those of the first ones.
+        rows_are_batches: each row is a padded batch, and a micro-batch. Micro-batches have one row then.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class ShardBuffers:
         filler_row: Callable[[], Rows],
         *,
         same_types: bool = False,
+        rows_are_batches: bool = False,
     ) -> None:
         self._asked = asked
         self._chunks = chunks
@@ -74,6 +76,7 @@ class ShardBuffers:
         self._buffers: defaultdict[int, deque[Part]] = defaultdict(deque)
         self._last: Rows | None = None
         self._same_types = same_types
+        self._cut_all = _take_all if rows_are_batches else cut_all
         self._types: dict[str, str] | None = None
 
     def clear(self) -> None:
@@ -95,7 +98,7 @@ class ShardBuffers:
                 name: gather_column([(column, np.zeros(1, np.intp))], 1, pin_memory) for name, column in rows.items()
             }
             return [
-                GlobalBatch([_cut(columns, range(0, 1)) for _ in each.sizes], each.sizes, each.global_num_samples, of)
+                GlobalBatch(self._cut_all(columns, 0, each.sizes), each.sizes, each.global_num_samples, of)
                 for each, of in zip(batches, names, strict=True)
             ]
         # The positions of each shard's rows, one shard after the other.
@@ -125,7 +128,9 @@ class ShardBuffers:
             for name in rows
         }
         return [
-            GlobalBatch(cut_all(columns, end - sum(each.sizes), each.sizes), each.sizes, each.global_num_samples, of)
+            GlobalBatch(
+                self._cut_all(columns, end - sum(each.sizes), each.sizes), each.sizes, each.global_num_samples, of
+            )
             for each, end, of in zip(batches, ends, names, strict=True)
         ]
 
@@ -212,6 +217,11 @@ def cut_all(columns: dict[str, Any], first: int, sizes: Sequence[int]) -> list[d
         _cut(columns, range(first + end - (size or 1), first + end) if end else range(first, first + 1))
         for size, end in zip(sizes, ends, strict=True)
     ]
+
+
+def _take_all(columns: dict[str, Any], first: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the same of rows that are batches: micro-batches of one row, without the dimension of the rows."""
+    return [{name: column[0] for name, column in micro_batch.items()} for micro_batch in cut_all(columns, first, sizes)]
 
 
 def _cut(columns: dict[str, Any], rows: range) -> dict[str, Any]:

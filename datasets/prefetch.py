@@ -19,6 +19,7 @@ from .batching import GlobalBatch, ShardBuffers
 from .engines import read_with_ray, read_with_threads
 from .errors import DataError
 from .formats.base import RowSource
+from .formats.token_budget import rows_are_batches
 from .mixture import MixedSource
 from .mixture_plan import MixturePlan
 from .plan import Batch, EpochPlan, Read, Tail
@@ -214,7 +215,11 @@ class Prefetcher:
         cuda = shard.device.type == "cuda"
         copies = torch.cuda.Stream(shard.device) if cuda else None  # type: ignore[no-untyped-call]
         with closing(spec.rows(map(jobs, epochs()))) as rows:
-            buffers = ShardBuffers(asked, rows, spec.filler_row, same_types=isinstance(spec.source, MixedSource))
+            buffers = ShardBuffers(
+                *(asked, rows, spec.filler_row),
+                same_types=isinstance(spec.source, MixedSource),
+                rows_are_batches=rows_are_batches(spec.source),
+            )
             for each in epochs():
                 place = offset if each == epoch else 0
                 batches = spec.plan(each).batches(

@@ -17,6 +17,7 @@ from .cache import Cache
 from .engines import connected_to_ray
 from .errors import DataError
 from .formats.base import DataFormat, RowSource
+from .formats.token_budget import rows_are_batches
 from .mixture import MixedSource, Mixture, only_weights_differ
 from .paths import Paths
 from .plan import Tail, check_shards, default_shards
@@ -166,6 +167,11 @@ class Stream:
         """
         self.close()
         source = self.data.open()
+        if rows_are_batches(source) and shard.micro_batch_size != 1:
+            raise DataError(
+                "a micro-batch is one padded batch of a TokenBudget: set config.micro_batch_size=1, and "
+                f"global_batch_size to the padded batches of an update; micro_batch_size is {shard.micro_batch_size}"
+            )
         size = shard.global_batch_size
         if size is None and not shard.training and shard.micro_batch_size:
             size = shard.micro_batch_size * shard.world_size

@@ -7,6 +7,7 @@ index, and read from there.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -163,7 +164,7 @@ class Lines(NamedTuple):
                 "run for new data"
             )
         skipped = {each - self.first_line for each in self.skipped}
-        rows = [json.loads(line) for index, line in enumerate(_lines(data)) if index not in skipped]
+        rows = _load([line for index, line in enumerate(_lines(data)) if index not in skipped])
         return {name: _to_array([row.get(name) for row in rows], kind) for name, kind in self.columns}
 
     def line(self, row: int) -> int:
@@ -305,6 +306,17 @@ def _lines(data: bytes) -> list[bytes]:
     """Return the lines of whole lines; not `splitlines`, which also splits at a carriage return."""
     lines = data.split(b"\n")
     return lines if lines[-1] else lines[:-1]
+
+
+def _load(lines: list[bytes]) -> list[Any]:
+    """Return the values of lines, each of which is JSON on its own."""
+    # Parsed as one array, which takes a quarter of the time. A line that begins with a byte order mark, or is near the
+    # limit of recursion, is JSON only on its own.
+    with contextlib.suppress(ValueError, RecursionError):
+        values: list[Any] = json.loads("[" + b",".join(lines).decode("utf-8", "surrogatepass") + "]")
+        if len(values) == len(lines):
+            return values
+    return [json.loads(line) for line in lines]
 
 
 def _parse(text: bytes) -> tuple[dict[str, Any] | None, str]:

@@ -214,3 +214,12 @@ def test_a_remote_file_needs_a_local_folder_for_its_index(tmp_path: Path) -> Non
         JsonLines("memory://lines").open()
     seen = steps(JsonLines("memory://lines", index=tmp_path / "index"))
     assert sorted(row for batch in seen for row in batch) == list(range(80))
+
+
+def test_lines_that_are_json_only_on_their_own_are_read(tmp_path: Path) -> None:
+    """Lines are parsed together, but a byte order mark is JSON only at the start."""
+    lines = ['\ufeff{"a": "first"}', '{"a": "\\ud800 \u00e9,]["}\r', "", '\ufeff{"a": [1, "x"]}']
+    (tmp_path / "own.jsonl").write_bytes("\n".join(lines).encode())
+    assert JsonLines(tmp_path / "own.jsonl").open().fragment(0).read()["a"].tolist() == [
+        "first", "\ud800 \u00e9,][", [1, "x"]
+    ]  # fmt: skip

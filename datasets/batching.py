@@ -14,6 +14,7 @@ import torch
 
 from .arrow import NUMBERS, Rows, is_stackable, num_rows
 from .errors import DataError
+from .formats.packed_rows import DERIVED, PIECES, derive
 from .plan import Batch, Read
 
 Part: TypeAlias = tuple[Rows, int, int]
@@ -94,9 +95,10 @@ class ShardBuffers:
         ends = list(accumulate(sum(each.sizes) for each in batches))
         if not ends[-1]:
             rows = self._last = self._last or self._filler_row()
-            columns = {
-                name: gather_column([(column, np.zeros(1, np.intp))], 1, pin_memory) for name, column in rows.items()
-            }
+            columns = _derive_columns(
+                {name: gather_column([(column, np.zeros(1, np.intp))], 1, pin_memory) for name, column in rows.items()},
+                pin_memory,
+            )
             return [
                 GlobalBatch(self._cut_all(columns, 0, each.sizes), each.sizes, each.global_num_samples, of)
                 for each, of in zip(batches, names, strict=True)
@@ -127,6 +129,7 @@ class ShardBuffers:
             )
             for name in rows
         }
+        columns = _derive_columns(columns, pin_memory)
         return [
             GlobalBatch(
                 self._cut_all(columns, end - sum(each.sizes), each.sizes), each.sizes, each.global_num_samples, of
@@ -196,15 +199,29 @@ def gather_column(
         return objects
     first = pieces[0][0]
     # Copied once, into the (pin_memory) batch: the pieces are views of read buffers, which must not be written to.
-    shape = (length, *first.shape[1:])
-    if pin_memory:
-        tensor = torch.empty(shape, dtype=torch.from_numpy(np.empty(0, first.dtype)).dtype, pin_memory=True)
-    else:  # not `torch.empty`, which maps new memory for each batch: that takes longer than copying the rows
-        tensor = torch.from_numpy(np.empty(shape, first.dtype))
+    tensor = _empty((length, *first.shape[1:]), first.dtype, pin_memory)
     array = tensor.numpy()
     for piece, positions in pieces:
         array[positions] = piece
     return tensor
+
+
+def _empty(shape: tuple[int, ...], dtype: npt.DTypeLike, pin_memory: bool) -> torch.Tensor:
+    if pin_memory:
+        return torch.empty(shape, dtype=torch.from_numpy(np.empty(0, dtype)).dtype, pin_memory=True)
+    # Not `torch.empty`, which maps new memory for each batch: that takes longer than copying the rows.
+    return torch.from_numpy(np.empty(shape, dtype))
+
+
+def _derive_columns(columns: dict[str, Any], pin_memory: bool) -> dict[str, Any]:
+    """Return the columns of a batch, those that compact packed rows lack included."""
+    if PIECES not in columns:
+        return columns
+    tokens = columns["tokens"]
+    derived = {name: _empty(tuple(tokens.shape), dtype, pin_memory) for name, dtype in DERIVED.items()}
+    derive(columns[PIECES].numpy(), *(each.numpy() for each in derived.values()))
+    others = {name: each for name, each in columns.items() if name not in ("tokens", PIECES)}
+    return {"tokens": tokens, **derived, **others}
 
 
 def cut_all(columns: dict[str, Any], first: int, sizes: Sequence[int]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import hashlib
 import logging
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from .formats.base import DataFormat, RowSource
 from .formats.index_cache import Index
 from .formats.packed_rows import PackedRows
 from .formats.token_file import Group, Tokens, check_complete, document_name, open_tokens, write_groups
-from .mixture import Mixture
+from .mixture import MixedSource, Mixture
 from .paths import PathLike
 from .tokenizers import Tokenizer
 
@@ -183,12 +183,14 @@ class PackedSource:
         index: arrays `lengths` (of all documents), `groups` (first fragment of each group, and the end), `rows` and
             `checksums` (of each group), `pieces` (first piece of each group, and the end), `starts` and `ids` (of each
             piece, see `PackedRows`).
+        compact_rows: whether fragments have compact rows, see `PackedRows`.
     """
 
     packed: Packed
     documents: RowSource
     path: str
     index: Index
+    compact_rows: bool = False
 
     @property
     def rows(self) -> int:
@@ -240,6 +242,7 @@ class PackedSource:
             checksum=int(arrays["checksums"][group]),
             starts=arrays["starts"][pieces],
             ids=arrays["ids"][pieces],
+            compact=self.compact_rows,
         )
 
     def row_name(self, index: int, row: int) -> str:
@@ -264,3 +267,14 @@ class PackedSource:
     @cached_property
     def _documents_before(self) -> npt.NDArray[Any]:
         return np.cumsum([0, *self.documents.fragment_rows])
+
+
+def compact(source: RowSource) -> RowSource:
+    """Return packed documents, or a mixture of nothing else, with compact rows; any other source as it is."""
+    if isinstance(source, PackedSource):
+        return replace(source, compact_rows=True)
+    if isinstance(source, MixedSource):
+        parts = {name: each for name, each in source.sources.items() if isinstance(each, PackedSource)}
+        if len(parts) == len(source.sources) and len({each.packed.length for each in parts.values()}) == 1:
+            return replace(source, sources={name: replace(each, compact_rows=True) for name, each in parts.items()})
+    return source

@@ -28,7 +28,7 @@ from .transforms import Transform
 
 # Small batches are made several at a time, which is cheaper.
 _MOST_AT_A_TIME = 16
-_BYTES_AT_A_TIME = 8 * 2**20
+_BYTES_AT_A_TIME = 16 * 2**20
 # Rows that have been read but are not needed yet, at most.
 _BYTES_AHEAD = 256 * 2**20
 # Groups of batches kept ready. Two hide the jitter of one; more only take memory.

@@ -19,6 +19,7 @@ from .errors import DataError
 from .formats.base import DataFormat, RowSource
 from .formats.token_budget import rows_are_batches
 from .mixture import MixedSource, Mixture, only_weights_differ
+from .packing import compact
 from .paths import Paths
 from .plan import Tail, check_shards, default_shards
 from .prefetch import Prefetcher, ShardInfo, StreamSpec
@@ -182,6 +183,8 @@ class Stream:
             )
         shards = self.shards or default_shards(size)
         check_shards(shards, global_batch_size=size, world_size=shard.world_size)
+        if not self.transforms:  # which get all columns
+            source = compact(source)
         if isinstance(source, MixedSource) and shard.training:
             source = source.interleaved(shards, seed=shard.seed, global_batch_size=size, tail=self.tail)
         opened = StreamSpec(

@@ -10,6 +10,16 @@ import numpy.typing as npt
 from ..arrow import Rows
 from .token_file import read_group
 
+# Few enough that the arrays on the way stay in the cache of a core.
+_TOKENS_AT_A_TIME = 2**17
+
+PIECES = "headway: pieces"
+"""The column that compact rows have instead of `document_ids`, `positions` and `mask`: uint8 [B, length / 8 + 1], a bit
+for each token that begins a piece, and a byte that is 1 where the last piece is padding."""
+
+DERIVED: dict[str, npt.DTypeLike] = {"document_ids": np.int32, "positions": np.int32, "mask": np.bool_}
+"""The columns that follow from it, with their types."""
+
 
 class PackedRows(NamedTuple):
     """A fragment: a group of packed rows.
@@ -21,6 +31,7 @@ class PackedRows(NamedTuple):
         starts: int32, where each piece of a document begins in the group, counted in tokens, and where each padding
             begins; ascending, from 0.
         ids: int32, the number of each of these pieces in its row; -1 for padding.
+        compact: whether rows have the column `PIECES`, a third of the bytes, from which batches derive the others.
     """
 
     path: str
@@ -30,6 +41,7 @@ class PackedRows(NamedTuple):
     checksum: int
     starts: npt.NDArray[np.int32]
     ids: npt.NDArray[np.int32]
+    compact: bool = False
 
     def read(self) -> Rows:
         """Return all rows of the group.
@@ -39,12 +51,48 @@ class PackedRows(NamedTuple):
         """
         size = self.num_rows * self.row_length
         tokens = read_group(self.path, self.first * self.row_length, size, self.checksum)
-        lengths = np.diff(self.starts, append=np.int32(size))
-        positions = np.arange(size, dtype=np.int32)
-        positions -= np.repeat(self.starts, lengths)
-        document_ids = np.repeat(self.ids, lengths)
-        mask = document_ids >= 0
-        if not mask.all():
-            positions *= mask
-        columns = {"tokens": tokens, "document_ids": document_ids, "positions": positions, "mask": mask}
-        return {name: column.reshape(self.num_rows, self.row_length) for name, column in columns.items()}
+        rows: Rows = {"tokens": tokens.reshape(self.num_rows, self.row_length), PIECES: self._pieces()}
+        if not self.compact:
+            derived: Rows = {name: np.empty((self.num_rows, self.row_length), dtype) for name, dtype in DERIVED.items()}
+            derive(rows.pop(PIECES), *derived.values())
+            rows |= derived
+        return rows
+
+    def _pieces(self) -> npt.NDArray[np.uint8]:
+        begins = np.zeros((self.num_rows, self.row_length), np.bool_)
+        begins.reshape(-1)[self.starts] = True
+        padded = np.zeros((self.num_rows, 1), np.uint8)
+        padded[self.starts[self.ids < 0] // self.row_length] = 1
+        return np.concatenate([np.packbits(begins, axis=1), padded], axis=1)
+
+
+def derive(
+    pieces: npt.NDArray[np.uint8],
+    document_ids: npt.NDArray[np.int32],
+    positions: npt.NDArray[np.int32],
+    mask: npt.NDArray[np.bool_],
+) -> None:
+    """Write the columns that follow from the pieces of rows.
+
+    Args:
+        pieces: the column `PIECES` of B rows.
+        document_ids: array [B, length] to write to.
+        positions: the same.
+        mask: the same.
+    """
+    rows, length = document_ids.shape
+    step = max(1, _TOKENS_AT_A_TIME // length)
+    for first in range(0, rows, step):
+        some = slice(first, first + step)
+        begins = np.unpackbits(pieces[some, :-1], axis=1, count=length)
+        starts = np.flatnonzero(begins.view(np.bool_)).astype(np.int32)
+        lengths = np.diff(starts, append=np.int32(begins.size))
+        row_starts = np.flatnonzero(starts % length == 0)  # a piece begins at each row, and ends at the latest with it
+        counts = np.diff(row_starts, append=len(starts))
+        numbers = np.arange(len(starts), dtype=np.int32) - np.repeat(row_starts, counts).astype(np.int32)
+        numbers[(row_starts + counts - 1)[pieces[some, -1] != 0]] = -1
+        document_ids[some] = np.repeat(numbers, lengths).reshape(-1, length)
+        mask[some] = np.repeat(numbers >= 0, lengths).reshape(-1, length)
+        within = np.arange(begins.size, dtype=np.int32)
+        within -= np.repeat(starts, lengths)
+        np.multiply(within.reshape(-1, length), mask[some], out=positions[some])

@@ -111,6 +111,32 @@ def test_packed_rows_have_documents_positions_and_a_mask(tmp_path: Path) -> None
     assert back == [ByteTokenizer()(text).tolist() for text in texts]
 
 
+def unchanged(rows: Rows) -> Rows:
+    return rows
+
+
+@pytest.mark.parametrize("lengths", [(37, 37), (37, 40)])
+def test_columns_that_batches_derive_are_those_that_transforms_get(
+    tmp_path: Path, engine: str, lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a rank has no rows, and repeats one; and in a mixture of two lengths, whose rows stay lists."""
+    monkeypatch.setattr("headway.datasets.formats.packed_rows._TOKENS_AT_A_TIME", 3 * 37)
+    parts = {
+        f"part-{seed}": (packed(words(tmp_path / f"{seed}.jsonl", 40, seed=seed), tmp_path, length=length, pad=9), 1)
+        for seed, length in enumerate(lengths)
+    }
+    for data in (parts["part-0"][0], Mixture(parts)):
+        for rank in range(3):
+            seen = []
+            for transforms in ([], [unchanged]):
+                stream = Stream(data, transforms=transforms, engine=engine, tail="keep")  # type: ignore[arg-type]
+                stream.setup(shard_info(rank, 3, micro_batch_size=1))
+                each = [columns for batch in stream.epoch(0) for columns in batch.micro_batches]
+                seen.append([[(name, repr(column)) for name, column in columns.items()] for columns in each])
+                stream.close()
+            assert seen[0] == seen[1]
+
+
 def test_rows_of_real_text_are_at_least_98_percent_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python's own modules, in groups of the usual size."""
     monkeypatch.undo()

@@ -17,6 +17,9 @@ from .errors import DataError
 from .formats.packed_rows import DERIVED, PIECES, derive
 from .plan import Batch, Read
 
+IGNORED = -100
+"""The label of padding: `ignore_index` of `torch.nn.functional.cross_entropy`."""
+
 Part: TypeAlias = tuple[Rows, int, int]
 """(columns, start, stop): some consecutive rows of these columns."""
 
@@ -238,7 +241,26 @@ def cut_all(columns: dict[str, Any], first: int, sizes: Sequence[int]) -> list[d
 
 def _take_all(columns: dict[str, Any], first: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
     """Return the same of rows that are batches: micro-batches of one row, without the dimension of the rows."""
-    return [{name: column[0] for name, column in micro_batch.items()} for micro_batch in cut_all(columns, first, sizes)]
+    return [
+        _with_masks({name: column[0] for name, column in micro_batch.items()})
+        for micro_batch in cut_all(columns, first, sizes)
+    ]
+
+
+def _with_masks(columns: dict[str, Any]) -> dict[str, Any]:
+    """Add what follows from the `tokens` and `lengths` of a padded batch; see `TokenBudget`."""
+    tokens, lengths = columns.get("tokens"), columns.get("lengths")
+    if not isinstance(tokens, torch.Tensor) or not isinstance(lengths, torch.Tensor) or tokens.ndim != 2:
+        return columns  # a transform has made something else of them
+    positions = torch.arange(tokens.shape[1], dtype=torch.int32)
+    mask = positions < lengths[:, None]
+    return {
+        "mask": mask,
+        "labels": tokens.long().masked_fill_(~mask, IGNORED),
+        "positions": positions * mask,
+        "document_ids": mask.int() - 1,
+        **columns,
+    }
 
 
 def _cut(columns: dict[str, Any], rows: range) -> dict[str, Any]:

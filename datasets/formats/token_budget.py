@@ -31,11 +31,9 @@ from .token_file import Document, Group, Tokens, check_complete, document_name, 
 logger = logging.getLogger("headway.datasets")
 
 OnTooLong = Literal["raise", "truncate", "skip"]
-IGNORED = -100
-"""The label of padding: `ignore_index` of `torch.nn.functional.cross_entropy`."""
 
 # Documents are sorted with others of at least so many batches. More need less padding, and take more memory.
-_GROUP_BATCHES = 64
+_GROUP_BATCHES = 128
 # The id of a batch names so many documents. The first one is in no other batch.
 _NAMED = 4
 
@@ -72,6 +70,9 @@ class TokenBudget:
     - `positions`: int32 [b, t], from 0 in each document, and 0 for padding.
     - `document_ids`: int32 [b, t], 0, and -1 for padding, as `Packed` has them.
     - `lengths`: int32 [b], from the longest to the shortest.
+
+    A transform gets a batch as a row, with `tokens` and `lengths`. The other columns are computed from what it returns,
+    unless it returns a column of that name.
 
     Batches have different numbers of tokens. For the mean over all tokens of an update, return the mean of a batch from
     `training_step`, and `batch["lengths"].sum()` from `loss_weight`.
@@ -255,7 +256,7 @@ class TokenBudgetSource:
     @property
     def row_bytes(self) -> int:
         """Size of a batch at most."""
-        return 21 * self.budget.tokens
+        return 4 * self.budget.tokens
 
     @cached_property
     def fingerprint(self) -> str:
@@ -333,35 +334,28 @@ class TokenBatches(NamedTuple):
         return len(self.sizes)
 
     def read(self) -> Rows:
-        """Return all batches of the group.
+        """Return `tokens` and `lengths` of all batches of the group; the other columns follow from them.
 
         Raises:
             DataError: the file is missing or has changed.
         """
         tokens = read_group(self.path, self.first, int(self.lengths.sum()), self.checksum)
-        batches = []
+        padded, lengths_of = [], []
         document = at = 0
         for size in self.sizes:
             lengths = self.lengths[document : document + size]
             end = at + int(lengths.sum())
-            batches.append(self._padded(tokens[at:end], lengths))
+            padded.append(self._pad(tokens[at:end], lengths))
+            lengths_of.append(lengths)
             document, at = document + size, end
-        return {name: to_objects([each[name] for each in batches]) for name in batches[0]}
+        return {"tokens": to_objects(padded), "lengths": to_objects(lengths_of)}
 
-    def _padded(self, tokens: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32]) -> Rows:
-        """Return the columns of the batch with these documents, one after the other in `tokens`."""
-        position = np.arange(_round_up(int(lengths[0]), self.multiple_of), dtype=np.int32)
-        mask = position < lengths[:, None]
+    def _pad(self, tokens: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Return a batch of documents of these lengths, which are one after the other in `tokens`."""
+        mask = np.arange(_round_up(int(lengths[0]), self.multiple_of)) < lengths[:, None]
         padded = np.full(mask.shape, self.pad, np.int32)
         padded[mask] = tokens
-        return {
-            "tokens": padded,
-            "mask": mask,
-            "labels": np.where(mask, padded, np.int64(IGNORED)),
-            "positions": position * mask,
-            "document_ids": mask.astype(np.int32) - 1,
-            "lengths": lengths,
-        }
+        return padded
 
 
 def rows_are_batches(source: RowSource) -> bool:

@@ -327,11 +327,15 @@ def test_a_transform_gets_batches_of_any_shape(tmp_path: Path, engine: str) -> N
     stream.setup(shard_info(micro_batch_size=1))
     for columns in next(stream.epoch(0)).micro_batches:
         assert torch.equal(columns["twice"], 2 * columns["tokens"])
+        assert torch.equal(columns["labels"], columns["twice"])
+        assert columns["mask"].shape == columns["tokens"].shape
     stream.close()
 
 
 def _doubled(rows: dict[str, Any]) -> dict[str, Any]:
-    return {**rows, "twice": [2 * each for each in rows["tokens"]]}
+    assert set(rows) == {"tokens", "lengths"}
+    twice = [2 * each for each in rows["tokens"]]
+    return {**rows, "twice": twice, "labels": twice}
 
 
 class Letters(Trainer[TrainerConfig]):

@@ -156,6 +156,11 @@ class Stream:
         return lines
 
     @property
+    def source_names(self) -> tuple[str, ...]:
+        """The sources of a mixture, by the index in its column `source`; empty for other data."""
+        return tuple(self.data.sources) if isinstance(self.data, Mixture) else ()
+
+    @property
     def source(self) -> RowSource:
         """The opened dataset."""
         return self._open.source

@@ -227,6 +227,24 @@ class ActiveRun:
             raise StepError(f"log() takes a name and a number, got {name!r:.80}: call it once for each number")
         self._engine.loop.log(name, value, weight, reduce)
 
+    def log_by_source(self, loss: torch.Tensor, source: torch.Tensor, *, tokens: torch.Tensor | None = None) -> None:
+        """Log the loss and the number of tokens of each source of a `Mixture`. Any subset of the ranks may call this.
+
+        They are `train/loss/<source>` and `train/tokens/<source>`, or `validation/...`, over all ranks and the interval
+        between two records. Sources without a row in it are left out. It does not synchronize with the device, and
+        costs the same for two sources and for a hundred.
+
+        Args:
+            loss: shape [B], the mean loss of each row.
+            source: shape [B], the column `source` of the batch.
+            tokens: shape [B], over how many tokens each loss is a mean; rows with 0 are ignored. Without it each row
+                counts 1, and their number is `train/rows/<source>`.
+
+        Raises:
+            StepError: the data is not a `Stream` of a `Mixture`, or the shapes are wrong.
+        """
+        self._engine.loop.log_by_source(loss, source, tokens)
+
     def log_images(self, images: Mapping[str, Any]) -> None:
         """Log images by name. Any rank may call this; the main rank's are logged.
 

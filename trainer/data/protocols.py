@@ -126,6 +126,15 @@ class HasOrder(Protocol):
 
 
 @runtime_checkable
+class HasSources(Protocol):
+    """A `BatchStream` that mixes several sources, and whose rows say from which one they come."""
+
+    @property
+    def source_names(self) -> Sequence[str]:
+        """The name of each source, by its index; empty without a mixture."""
+
+
+@runtime_checkable
 class Mergeable(Protocol):
     """A per-rank `Stateful` whose states can be added, so that a run can resume on fewer ranks."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +115,15 @@ class ExactMeans(MeanMetrics):
                     self._stack()
             elif weight:
                 self._exact.setdefault(name, _Sums()).add(float(value), float(weight))
+
+    def add_groups(self, sums_2G: Tensor, means: Sequence[str], totals: Sequence[str]) -> None:
+        """Add many means that belong together, as `MeanMetrics.add_groups` does; all sums are exact."""
+        for name in totals:
+            self.reduced.check_kind(name, "sum")
+            self._exact.setdefault(name, _Sums(is_total=True))
+        weighted_G, weight_G = sums_2G
+        self._stacks.append((list(means), torch.stack([weighted_G / weight_G, weight_G], dim=1)))
+        self._stacks.append((list(totals), torch.stack([weight_G, (weight_G > 0).to(weight_G.dtype)], dim=1)))
 
     def _log_reduced(self, name: str, value: Any, reduce: Reduce) -> None:
         """Add one number that is not averaged; sums are exact as well.

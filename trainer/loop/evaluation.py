@@ -20,6 +20,7 @@ from ..exact.numerics import Numerics
 from ..metrics.reductions import Reduce
 from ..step.precision import autocast
 from .blocked_reads import BlockedReads
+from .by_source import add_by_source
 from .context import RunContext
 from .control import Requests
 from .evaluation_metrics import EvaluationMetrics
@@ -66,6 +67,7 @@ class Evaluation:
         self._callbacks = CallbackList() if is_sanity_check else ctx.callbacks
         self._means = numerics.make_means()
         self._prefix = "validation/"
+        self._stream: BatchStream | None = None
         self._is_over = False
         self.weight: LossWeight = 1.0
 
@@ -87,7 +89,7 @@ class Evaluation:
         with self._numerics.deterministic(ctx.device), evaluating(ctx), metrics.counting():
             self._callbacks.on_evaluation_start()
             for name, stream in self._sets.items():
-                self._prefix = f"validation/{name}/" if name else "validation/"
+                self._prefix, self._stream = f"validation/{name}/" if name else "validation/", stream
                 metrics.reset()
                 seen = self._run(stream)
                 if seen is None:
@@ -119,6 +121,11 @@ class Evaluation:
             )
         if self._metrics.counts:
             self._means.log(self._prefix + name, value, weight, reduce)
+
+    def log_by_source(self, loss_B: torch.Tensor, source_B: torch.Tensor, tokens_B: torch.Tensor | None) -> None:
+        """Add the loss and the number of tokens of each source."""
+        if self._metrics.counts:
+            add_by_source(self._means, self._prefix, self._stream, loss_B, source_B, tokens_B, mesh=self._ctx.mesh)
 
     def _run(self, stream: BatchStream) -> int | None:
         """Run over one set, and return its number of batches; None if a request interrupted it."""

@@ -27,6 +27,7 @@ from ..result import FitResult
 from ..setup.compile_cache import UPDATES_BEFORE_SAVE, CompileCache
 from ..step.precision import autocast
 from .blocked_reads import BlockedReads
+from .by_source import add_by_source
 from .context import RunContext
 from .control import Requests, StopStatus
 from .evaluation import Evaluation, evaluating
@@ -391,6 +392,17 @@ class Loop:
         elif self.optimizer_step.should_log:
             metrics = self.optimizer_step.logged if self.recorder.in_update else self.metrics
             metrics.log(f"{'train' if self._ctx.mode.training else 'validation'}/{name}", value, weight, reduce)
+
+    def log_by_source(self, loss_B: torch.Tensor, source_B: torch.Tensor, tokens_B: torch.Tensor | None) -> None:
+        """Add the loss and the number of tokens of each source that a step logs."""
+        if self._evaluation is not None:
+            self._evaluation.log_by_source(loss_B, source_B, tokens_B)
+            return
+        weight = self.optimizer_step.weight
+        is_padding = not isinstance(weight, torch.Tensor) and not weight
+        if self.optimizer_step.should_log and not is_padding:
+            metrics = self.optimizer_step.logged if self.recorder.in_update else self.metrics
+            add_by_source(metrics, "train/", self._data, loss_B, source_B, tokens_B, mesh=self._ctx.mesh)
 
     def _make_evaluation(self, sets: Mapping[str, BatchStream], **options: Any) -> Evaluation:
         ctx, metrics = self._ctx, self._evaluation_metrics

@@ -6,7 +6,7 @@ import functools
 import math
 import numbers
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,8 @@ class MeanMetrics:
         self._on_device: defaultdict[str, list[tuple[Tensor, Tensor | float]]] = defaultdict(list)
         self._folded: list[tuple[str, Tensor]] = []
         self._known_names: list[str] = []
+        # By the names of means and of their total weights: the sums of weight * value and of weight, shape [2, G].
+        self._groups: dict[tuple[tuple[str, ...], tuple[str, ...]], Tensor] = {}
         self.reduced = Reductions()
         self.weights: dict[str, float] = {}
 
@@ -102,6 +104,22 @@ class MeanMetrics:
             raise StepError(f"log({name!r}): weight requires reduce='mean', got reduce={reduce!r}")
         self._log_reduced(name, value, reduce)
 
+    def add_groups(self, sums_2G: Tensor, means: Sequence[str], totals: Sequence[str]) -> None:
+        """Add many means that belong together, and their total weights as sums; never waits for the device.
+
+        Args:
+            sums_2G: the sums of weight * value and of weight in each group, as `group_sums` returns them.
+            means: the name of the mean of each group.
+            totals: the name of the total weight of each group.
+
+        Raises:
+            StepError: a total is also logged as something else than a sum.
+        """
+        for name in totals:
+            self.reduced.check_kind(name, "sum")
+        key = tuple(means), tuple(totals)
+        self._groups[key] = self._groups[key] + sums_2G if key in self._groups else sums_2G
+
     def read(self, world: World) -> dict[str, float]:
         """Return the means since the last read, sorted by name and equal on every rank, and reset.
 
@@ -139,23 +157,27 @@ class MeanMetrics:
             if len(self._on_device[name]) >= _FOLD_AT:
                 self._fold(name)
         self._folded += other._folded
+        for (means, totals), sums_2G in other._groups.items():
+            self.add_groups(sums_2G, means, totals)
         if other.reduced.values:
             self.reduced.merge(other.reduced)
 
     @property
     def has_values(self) -> bool:
         """Whether anything was added since the last read."""
-        return bool(self._sums or self._on_device or self._folded or self.reduced.values)
+        return bool(self._sums or self._on_device or self._folded or self._groups or self.reduced.values)
 
     def names(self) -> set[str]:
         """Return the names of the values since the last read."""
-        return {*self._sums, *self._on_device, *(name for name, _ in self._folded), *self.reduced.values}
+        grouped = (name for means, totals in self._groups for name in (*means, *totals))
+        return {*self._sums, *self._on_device, *(name for name, _ in self._folded), *grouped, *self.reduced.values}
 
     def reset(self) -> None:
         """Drop everything since the last read."""
         self._sums.clear()
         self._on_device.clear()
         self._folded.clear()
+        self._groups.clear()
         self.reduced.values.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -221,6 +243,13 @@ class MeanMetrics:
             rows = torch.stack([each.to(device) for _, each in folded]).tolist()
             for (name, _), each in zip(folded, rows, strict=True):
                 sums[name] = _merge(sums[name], each)
+        groups, self._groups = self._groups, {}
+        for (means, totals), sums_2G in groups.items():
+            for mean, total, weighted, weight in zip(means, totals, *sums_2G.tolist(), strict=True):
+                if weight:
+                    # The extremes are unknown, so this mean is not clamped.
+                    sums[mean] = _merge(sums[mean], [weighted, weight, -math.inf, math.inf])
+                    self.reduced.add(total, weight, "sum")
         return sums
 
     def _merge_ranks(
@@ -235,6 +264,23 @@ class MeanMetrics:
         # In rank order, so that the result is equal on every rank.
         *total, last = (functools.reduce(_merge, each) for each in zip(*per_rank, strict=True))
         return total, int(last[0]), int(last[1])
+
+
+def group_sums(value_B: Tensor, group_B: Tensor, weight_B: Tensor | None, num_groups: int) -> Tensor:
+    """Return the sums of weight * value and of weight in each group, shape [2, G]; never waits for the device.
+
+    Args:
+        value_B: a number for each row; ignored where the weight is 0, even NaN.
+        group_B: the group of each row, from 0 to G - 1.
+        weight_B: the weight of each row; None for 1.
+        num_groups: G.
+    """
+    dtype = torch.float32 if value_B.device.type == "mps" else torch.float64
+    weight_B = torch.ones_like(value_B, dtype=dtype) if weight_B is None else weight_B.detach().to(dtype)
+    weighted_B = torch.where(weight_B == 0, 0, value_B.detach().to(dtype) * weight_B)
+    is_in_BG = group_B[:, None] == torch.arange(num_groups, device=group_B.device)
+    # Not an indexed addition, whose order differs between runs on a GPU.
+    return torch.stack([torch.where(is_in_BG, each[:, None], 0).sum(0) for each in (weighted_B, weight_B)])
 
 
 def clamp(mean: float, least: float, greatest: float) -> float:

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.trainer.distributed.world import World
 from headway.trainer.errors import StepError
-from headway.trainer.metrics.means import MeanMetrics
+from headway.trainer.exact.means import ExactMeans
+from headway.trainer.metrics.means import MeanMetrics, group_sums
 from headway.trainer.metrics.reductions import to_float64
 from tests.distributed import run_on_ranks
 
@@ -341,3 +343,51 @@ def test_a_rank_takes_over_what_ranks_that_are_gone_had_added() -> None:
     gone.add({"only": 2.0}, 1)
     stays.add_state_dict(copy.deepcopy(gone.state_dict()))
     assert stays.read(ALONE) == {"loss": 3.25, "only": 2.0, "rows": 7.0, "longest": 2.0}
+
+
+def _grouped(world: World, exact: bool) -> tuple[dict[str, float], int]:
+    """Add four micro-batches of rows of three groups, divided among the ranks; the last group has no row."""
+    metrics = ExactMeans() if exact else MeanMetrics()
+    names, totals = ["loss/a", "loss/b", "loss/c"], ["tokens/a", "tokens/b", "tokens/c"]
+    for part in range(world.rank, 4, world.size):
+        value_B = torch.tensor([1.0 + part, 10.0, math.nan])
+        sums = group_sums(value_B, torch.tensor([0, 1, 1]), torch.tensor([2, 1 + part, 0]), 3)
+        metrics.add_groups(sums, names, totals)
+    state = metrics.state_dict()
+    restored = type(metrics)()
+    restored.load_state_dict(state)
+    later = type(metrics)()
+    later.merge(restored)
+    return later.read(world), len(later.names())
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_means_of_groups_are_those_of_all_their_rows(exact: bool) -> None:
+    expected = {"loss/a": 2.5, "loss/b": 10.0, "tokens/a": 8.0, "tokens/b": 10.0}
+    assert _grouped(ALONE, exact)[0] == expected
+    assert [each for each, _ in run_on_ranks(_grouped, 3, exact)] == [expected] * 3
+
+
+class CountOperators(TorchDispatchMode):
+    """Counts the operators of torch."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_adding_groups_costs_the_same_for_many_and_does_not_wait() -> None:
+    """Nothing is read back: on the meta device there is nothing to read."""
+    counts = []
+    for num_groups in (2, 100):
+        metrics = MeanMetrics()
+        names = [f"loss/{group}" for group in range(num_groups)]
+        with CountOperators() as counted:
+            for _ in range(3):
+                value_B = torch.empty(8, device="meta")
+                sums = group_sums(value_B, torch.empty(8, dtype=torch.int64, device="meta"), None, num_groups)
+                metrics.add_groups(sums, names, [f"rows/{group}" for group in range(num_groups)])
+        counts.append(counted.number)
+    assert counts[0] == counts[1]

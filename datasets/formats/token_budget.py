@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,12 +26,24 @@ from ..paths import PathLike
 from ..tokenizers import Tokenizer
 from .base import DataFormat, RowSource
 from .index_cache import Index
-from .token_file import Document, Group, Tokens, check_complete, document_name, open_tokens, read_group, write_groups
+from .token_file import (
+    Document,
+    Documents,
+    Group,
+    Tokens,
+    check_complete,
+    document_name,
+    open_tokens,
+    read_group,
+    write_groups,
+)
 
 logger = logging.getLogger("headway.datasets")
 
 OnTooLong = Literal["raise", "truncate", "skip"]
 
+# What a batch has beside the columns that the user names. `labels` may be named.
+_MADE = ("tokens", "mask", "positions", "document_ids", "lengths")
 # Documents are sorted with others of at least so many batches. More need less padding, and take more memory.
 _GROUP_BATCHES = 128
 # The id of a batch names so many documents. The first one is in no other batch.
@@ -70,9 +82,10 @@ class TokenBudget:
     - `positions`: int32 [b, t], from 0 in each document, and 0 for padding.
     - `document_ids`: int32 [b, t], 0, and -1 for padding, as `Packed` has them.
     - `lengths`: int32 [b], from the longest to the shortest.
+    - those named in `columns`: [b], a number for each document.
 
-    A transform gets a batch as a row, with `tokens` and `lengths`. The other columns are computed from what it returns,
-    unless it returns a column of that name.
+    A transform gets a batch as a row, with `tokens`, `lengths` and `columns`. The others are computed from what it
+    returns, unless it returns a column of that name.
 
     Batches have different numbers of tokens. For the mean over all tokens of an update, return the mean of a batch from
     `training_step`, and `batch["lengths"].sum()` from `loss_weight`.
@@ -84,6 +97,8 @@ class TokenBudget:
             later ones only read. If reading tasks run on other machines, they must see the folder.
         column: the column with the text, or with the tokens if `tokenizer` is None.
         tokenizer: maps a text to its tokens. Must be deterministic. It runs in threads of this process.
+        columns: columns of the documents with one number each, such as a class. One with the name `labels` replaces the
+            labels above.
         max_length: tokens of a document at most; None for `tokens`.
         on_too_long: what happens to a longer document: "raise" refuses it, "truncate" leaves out its end, "skip" leaves
             it out.
@@ -104,6 +119,7 @@ class TokenBudget:
     index: PathLike
     column: str = "text"
     tokenizer: Tokenizer | None = None
+    columns: Sequence[str] = ()
     max_length: int | None = None
     on_too_long: OnTooLong = "raise"
     multiple_of: int = 1
@@ -113,6 +129,10 @@ class TokenBudget:
         for name in ("tokens", "multiple_of"):
             if (value := getattr(self, name)) < 1:
                 raise DataError(f"{name} must be an integer >= 1, got {value}")
+        if isinstance(self.columns, str) or set(self.columns) & {*_MADE, self.column}:
+            raise DataError(
+                f"columns must be a list of names other than {', '.join(_MADE)} and column, got {self.columns!r}"
+            )
         if self.on_too_long not in get_args(OnTooLong):
             raise DataError(f"on_too_long must be 'raise', 'truncate' or 'skip', got {self.on_too_long!r}")
         most = self.tokens // self.multiple_of * self.multiple_of
@@ -139,11 +159,12 @@ class TokenBudget:
         """Open the documents, and find their batches or write them.
 
         Raises:
-            DataError: the documents cannot be opened, `column` has something else than text or tokens, a document is
-                too long, or the tokenizer gives other tokens than when the batches were written.
+            DataError: the documents cannot be opened, `column` has something else than text or tokens, one of `columns`
+                something else than numbers, a document is too long, or the tokenizer gives other tokens than when the
+                batches were written.
         """
         documents = self.data.open()
-        tokens_of = Tokens(self.column, self.tokenizer)
+        tokens_of = Tokens(self.column, self.tokenizer, tuple(self.columns))
         key = hashlib.sha256(f"{documents.fingerprint}\0{tokens_of}\0{self.options}".encode()).hexdigest()[:16]
         path = Path(self.index).expanduser().absolute() / f"batches-{self.tokens}.{key}.npz"
         index = open_tokens(path, documents, tokens_of, lambda file: self._build(documents, tokens_of, file))
@@ -184,17 +205,17 @@ class TokenBudget:
             )
         return Index(arrays, {})
 
-    def _checked(self, documents: RowSource, tokens_of: Tokens) -> Iterator[list[Document]]:
-        for fragment, tokens in enumerate(tokens_of.read_all(documents)):
+    def _checked(self, documents: RowSource, tokens_of: Tokens) -> Iterator[Documents]:
+        for fragment, read in enumerate(tokens_of.read_all(documents)):
             if self.on_too_long == "raise":
-                for row, each in enumerate(tokens):
+                for row, each in enumerate(read.tokens):
                     if len(each) > self.longest:
                         raise DataError(
                             f"{documents.row_name(fragment, row)} of {self} has {len(each)} tokens, more than the "
                             f"{self.longest} of max_length: set on_too_long='truncate' or 'skip', or a larger "
                             "max_length or tokens"
                         )
-            yield tokens
+            yield read
 
     def _arrange(self, documents: Sequence[Document]) -> Group:
         """Return the tokens of a group in the order of its batches."""
@@ -218,8 +239,8 @@ class TokenBudgetSource:
         budget: the options.
         documents: the opened documents.
         path: the file with the tokens of all batches.
-        index: arrays `lengths` (of all documents), `groups` (first fragment of each group, and the end), and `rows`,
-            `tokens`, `padding` and `checksums` (of each group).
+        index: arrays `lengths` and "column <name>" (of all documents), `groups` (first fragment of each group, and the
+            end), and `rows`, `tokens`, `padding` and `checksums` (of each group).
     """
 
     budget: TokenBudget
@@ -261,7 +282,8 @@ class TokenBudgetSource:
     @cached_property
     def fingerprint(self) -> str:
         """Sixteen hex digits of the documents' fingerprint, their tokens, and the options."""
-        digest = hashlib.sha256(f"{self.documents.fingerprint} {self.budget.options} {self.budget.pad}".encode())
+        options = f"{self.budget.options} {self.budget.pad} {','.join(self.budget.columns)}"
+        digest = hashlib.sha256(f"{self.documents.fingerprint} {options}".encode())
         digest.update(self.index.arrays["checksums"].tobytes())
         return digest.hexdigest()[:16]
 
@@ -269,11 +291,13 @@ class TokenBudgetSource:
         """Return a group."""
         group, arrays = int(self._groups[index]), self.index.arrays
         lengths, order, sizes = self._cut(group)
+        own = self._documents_of(group)
         return TokenBatches(
             path=self.path,
             first=int(self._tokens_before[group]),
             checksum=int(arrays["checksums"][group]),
             lengths=lengths[order].astype(np.int32),
+            columns={name: arrays[f"column {name}"][own][order] for name in self.budget.columns},
             sizes=tuple(sizes),
             multiple_of=self.budget.multiple_of,
             pad=self.budget.pad,
@@ -290,9 +314,11 @@ class TokenBudgetSource:
 
     def _cut(self, group: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], list[int]]:
         """Return the kept lengths of a group's documents, and their batches."""
-        begin, end = self._documents_before[self.index.arrays["groups"][group : group + 2]].tolist()
-        lengths = self.budget.kept(self.index.arrays["lengths"][begin:end])
+        lengths = self.budget.kept(self.index.arrays["lengths"][self._documents_of(group)])
         return lengths, *cut(lengths, self.budget.tokens, self.budget.multiple_of)
+
+    def _documents_of(self, group: int) -> slice:
+        return slice(*self._documents_before[self.index.arrays["groups"][group : group + 2]].tolist())
 
     @cached_property
     def _groups(self) -> npt.NDArray[np.int64]:
@@ -316,6 +342,7 @@ class TokenBatches(NamedTuple):
         first: where those of the group begin in it.
         checksum: of them.
         lengths: int32, of each document, in the order of the batches.
+        columns: the numbers that come with the documents, in this order.
         sizes: documents of each batch.
         multiple_of, pad: see `TokenBudget`.
     """
@@ -324,6 +351,7 @@ class TokenBatches(NamedTuple):
     first: int
     checksum: int
     lengths: npt.NDArray[np.int32]
+    columns: Mapping[str, npt.NDArray[Any]]
     sizes: tuple[int, ...]
     multiple_of: int
     pad: int
@@ -334,21 +362,20 @@ class TokenBatches(NamedTuple):
         return len(self.sizes)
 
     def read(self) -> Rows:
-        """Return `tokens` and `lengths` of all batches of the group; the other columns follow from them.
+        """Return `tokens`, `lengths` and the named columns of all batches of the group; the others follow from them.
 
         Raises:
             DataError: the file is missing or has changed.
         """
         tokens = read_group(self.path, self.first, int(self.lengths.sum()), self.checksum)
-        padded, lengths_of = [], []
-        document = at = 0
-        for size in self.sizes:
-            lengths = self.lengths[document : document + size]
-            end = at + int(lengths.sum())
-            padded.append(self._pad(tokens[at:end], lengths))
-            lengths_of.append(lengths)
-            document, at = document + size, end
-        return {"tokens": to_objects(padded), "lengths": to_objects(lengths_of)}
+        ends = np.cumsum(self.sizes)
+        rows = {
+            name: to_objects(np.split(column, ends[:-1]))
+            for name, column in (("lengths", self.lengths), *self.columns.items())
+        }
+        of_batches = np.split(tokens, np.cumsum(self.lengths)[ends[:-1] - 1])
+        padded = [self._pad(*each) for each in zip(of_batches, rows["lengths"], strict=True)]
+        return {"tokens": to_objects(padded), **rows}
 
     def _pad(self, tokens: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Return a batch of documents of these lengths, which are one after the other in `tokens`."""

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from ..arrow import NUMBERS, Rows
 from ..errors import DataError
 from ..paths import nearest
 from ..tokenizers import Tokenizer, name_of, to_tokens
@@ -28,6 +29,18 @@ _SAMPLE_TOKENS = 2**14
 
 Document: TypeAlias = npt.NDArray[np.int32]
 """The tokens of a document, [T]."""
+
+
+class Documents(NamedTuple):
+    """The documents of a fragment.
+
+    Attributes:
+        tokens: of each document.
+        columns: numbers that come with the documents, one for each, by name.
+    """
+
+    tokens: list[Document]
+    columns: Mapping[str, npt.NDArray[Any]]
 
 
 class Group(NamedTuple):
@@ -45,27 +58,35 @@ class Group(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """How to get the tokens of documents."""
+    """How to get the tokens of documents, and the numbers that come with them."""
 
     column: str
     tokenizer: Tokenizer | None
+    numbers: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.column}\0{name_of(self.tokenizer) if self.tokenizer else ''}"
+        return "\0".join([self.column, name_of(self.tokenizer) if self.tokenizer else "", *self.numbers])
 
-    def read(self, fragment: Fragment, documents: int | None = None) -> list[Document]:
-        """Return the tokens of each document of a fragment, or of its first `documents`.
+    def read(self, fragment: Fragment, documents: int | None = None) -> Documents:
+        """Return the documents of a fragment, or its first `documents`.
 
         Raises:
-            DataError: the column has something else than text or tokens.
+            DataError: the column has something else than text or tokens, or a column of `numbers` something else than
+                a number for each document.
         """
         origin = f"the tokenizer {name_of(self.tokenizer)}" if self.tokenizer else f"column {self.column!r}"
-        return [to_tokens(each, origin) for each in islice(self._documents(fragment), documents)]
+        rows = fragment.read()
+        tokens = [to_tokens(each, origin) for each in islice(self._documents(rows), documents)]
+        columns = {name: self._column(rows, name)[:documents] for name in self.numbers}
+        for name, column in columns.items():
+            if column.ndim != 1 or column.dtype.kind not in NUMBERS:
+                raise DataError(f"column {name!r} must have a number for each document")
+        return Documents(tokens, columns)
 
-    def read_all(self, documents: RowSource) -> Iterator[list[Document]]:
-        """Yield the tokens of each fragment in order, read by several threads, a few fragments ahead."""
+    def read_all(self, documents: RowSource) -> Iterator[Documents]:
+        """Yield the documents of each fragment in order, read by several threads, a few fragments ahead."""
         threads = os.cpu_count() or 1
-        waiting: deque[Future[list[Document]]] = deque()
+        waiting: deque[Future[Documents]] = deque()
         with ThreadPoolExecutor(max_workers=threads) as pool:
             for index in range(len(documents.fragment_rows)):
                 waiting.append(pool.submit(self.read, documents.fragment(index)))
@@ -74,11 +95,13 @@ class Tokens(NamedTuple):
             while waiting:
                 yield waiting.popleft().result()
 
-    def _documents(self, fragment: Fragment) -> Iterable[Any]:
-        rows = fragment.read()
-        if self.column not in rows:
-            raise DataError(f"the documents have no column {self.column!r}; {nearest(self.column, rows)}")
-        documents = rows[self.column]
+    def _column(self, rows: Rows, name: str) -> npt.NDArray[Any]:
+        if name not in rows:
+            raise DataError(f"the documents have no column {name!r}; {nearest(name, rows)}")
+        return rows[name]
+
+    def _documents(self, rows: Rows) -> Iterable[Any]:
+        documents = self._column(rows, self.column)
         if self.tokenizer is None:
             return documents
         for each in documents:
@@ -96,7 +119,7 @@ def open_tokens(path: Path, documents: RowSource, tokens_of: Tokens, build: Call
     file = path.with_suffix(".rows")
     index = cached_index(path, lambda: build(file))
     sampled, checksum = index.arrays["sample"].tolist()
-    if tokens_of.tokenizer and _checksum(tokens_of.read(documents.fragment(0), sampled)) != checksum:
+    if tokens_of.tokenizer and _checksum(tokens_of.read(documents.fragment(0), sampled).tokens) != checksum:
         raise DataError(
             f"the first documents have other tokens than those in {file}: the tokenizer has changed or is "
             "not deterministic. Use another index folder for another tokenizer"
@@ -116,7 +139,7 @@ def check_complete(path: Path, size_bytes: int) -> None:
 
 
 def write_groups(
-    fragments: Iterable[Sequence[Document]],
+    fragments: Iterable[Documents],
     path: Path,
     *,
     group_tokens: int,
@@ -124,16 +147,18 @@ def write_groups(
 ) -> dict[str, npt.NDArray[Any]]:
     """Write all groups to `path`, and return the arrays of their index.
 
-    These are `lengths` (of all documents), `groups` (first fragment of each group, and the end), `checksums` and the
-    counts (of each group), the arrays of all groups, and `sample` (number and checksum of some first documents).
+    These are `lengths` and "column <name>" (of all documents), `groups` (first fragment of each group, and the end),
+    `checksums` and the counts (of each group), the arrays of all groups, and `sample` (number and checksum of some
+    first documents).
 
     Args:
-        fragments: the documents of each fragment, at least one fragment.
+        fragments: at least one.
         path: the file.
         group_tokens: a group ends with the first fragment that gives it so many tokens.
         arrange: returns what the file holds of some documents.
     """
     lengths: list[npt.NDArray[np.int64]] = []
+    columns: list[Mapping[str, npt.NDArray[Any]]] = []
     groups: list[Group] = []
     checksums: list[int] = []
     ends, sample = [0], (0, 0)
@@ -150,11 +175,12 @@ def write_groups(
                 ends.append(len(lengths))
                 waiting.clear()
 
-            for tokens in fragments:
+            for tokens, numbers in fragments:
                 if not lengths:
                     sampled = 1 + int(np.searchsorted(np.cumsum([*map(len, tokens)]), _SAMPLE_TOKENS))
                     sample = sampled, _checksum(tokens[:sampled])
                 lengths.append(np.array([*map(len, tokens)], dtype=np.int64))
+                columns.append(numbers)
                 waiting += tokens
                 if sum(map(len, waiting)) >= group_tokens:
                     write()
@@ -165,6 +191,7 @@ def write_groups(
         temporary.unlink(missing_ok=True)
     return {
         "lengths": np.concatenate(lengths),
+        **{f"column {name}": np.concatenate([each[name] for each in columns]) for name in columns[0]},
         "groups": np.array(ends, dtype=np.int64),
         "checksums": np.array(checksums, dtype=np.int64),
         **{name: np.array([each.counts[name] for each in groups], dtype=np.int64) for name in groups[0].counts},

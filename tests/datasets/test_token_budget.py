@@ -243,6 +243,36 @@ def test_tokens_of_parquet_need_no_tokenizer(tmp_path: Path) -> None:
     assert data.open().padding == 0
 
 
+def test_numbers_of_the_documents_come_with_them(tmp_path: Path, engine: str) -> None:
+    draw = random.Random(0)
+    texts = [f"{number:03}" + "x" * draw.randint(0, 60) for number in range(200)]
+    rows = [{"text": text, "label": number % 7, "weight": number / 2, "note": "a"} for number, text in enumerate(texts)]
+    path = tmp_path / "labeled.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = budgeted(path, columns=["label", "weight"], max_length=50, on_too_long="skip")
+    stream = opened(data, engine=engine)
+    seen = set()
+    for batch in stream.epoch(0):
+        for columns, counts in zip(batch.micro_batches, batch.num_samples, strict=True):
+            assert columns["label"].dtype == torch.int64
+            assert columns["weight"].dtype == torch.float64
+            if counts:
+                numbers = zip(texts_of(columns), columns["label"].tolist(), columns["weight"].tolist(), strict=True)
+                seen |= set(numbers)
+    stream.close()
+    kept = [number for number, text in enumerate(texts) if len(text) + 2 <= 50]
+    assert 100 < len(kept) < 200
+    assert seen == {(texts[number], number % 7, number / 2) for number in kept}
+    assert budgeted(path).open().fingerprint != budgeted(path, columns=["label"]).open().fingerprint
+    with pytest.raises(DataError, match="column 'note' must have a number for each document"):
+        budgeted(path, columns=["note"]).open()
+    with pytest.raises(DataError, match="the documents have no column 'labels'; did you mean 'label'"):
+        budgeted(path, columns=["labels"]).open()
+    for names in ("label", ["lengths"], ["text"]):
+        with pytest.raises(DataError, match="columns must be a list of names other than tokens, mask, positions"):
+            budgeted(path, columns=names)
+
+
 class Counting(ByteTokenizer):
     """Counts its documents."""
 

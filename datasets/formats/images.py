@@ -6,6 +6,8 @@ import hashlib
 import io
 import os
 import posixpath
+import zipfile
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -77,15 +79,17 @@ class Images:
         """
         check_pillow()
         entries = None if self.cache is None else self.cache.open()
-        names, sizes, versions = self._list()
+        folder, names, sizes, versions = self._list()
         check_fits(self.cache, max(sizes), str(self))
         labels = self._labels(names)
         listed = "\0".join(f"{name}\0{size}" for name, size in zip(names, sizes, strict=True))
         key = hashlib.sha256(f"{self.on_bad_row}\0{listed}".encode()).hexdigest()[:16]
         if self.index is None and "://" in str(self):
             raise DataError(f"{self} is remote, so its index needs a local folder: set index='some/folder'")
-        folder = Path(self.index).expanduser().absolute() if self.index is not None else Path(str(self)) / FOLDER
-        index = cached_index(folder / f"images-1.{key}.npz", lambda: self._build(names, sizes, versions, entries))
+        place = Path(self.index).expanduser().absolute() if self.index is not None else Path(str(self)) / FOLDER
+        index = cached_index(
+            place / f"images-1.{key}.npz", lambda: self._build(folder, names, sizes, versions, entries)
+        )
         bad = dict(index.facts["bad"])
         if bad and self.on_bad_row == "raise":
             name, why = next(iter(bad.items()))
@@ -110,10 +114,11 @@ class Images:
             entries=entries,
         )
 
-    def _list(self) -> tuple[list[str], list[int], list[str]]:
-        """Return the names of the images, relative to the folder and sorted; sizes; and, for a cache, versions."""
+    def _list(self) -> tuple[_Folder, list[str], list[int], list[str]]:
+        """Return the folder; the names of the images, relative to it and sorted; sizes; and, for a cache, versions."""
         try:
-            fs, root = fsspec.core.url_to_fs(str(self))
+            folder = _Folder(str(self), *fsspec.core.url_to_fs(str(self)))
+            fs, root = folder.fs, folder.root
             if self.cache is not None:
                 fs.invalidate_cache()  # A listing of this process may be older than the files.
             found = fs.find(root, detail=True) if fs.isdir(root) else None
@@ -132,7 +137,7 @@ class Images:
             there = ", ".join(sorted(about)[:5])
             raise DataError(f"{self} has no file that ends in {', '.join(SUFFIXES)}; there is: {there or 'nothing'}")
         versions = [version_of(about[name], name) for name in names] if self.cache is not None else []
-        return names, [int(about[name]["size"]) for name in names], versions
+        return folder, names, [int(about[name]["size"]) for name in names], versions
 
     def _labels(self, names: Sequence[str]) -> list[int] | None:
         outside = [name for name in names if "/" not in name]
@@ -148,21 +153,32 @@ class Images:
         return [classes[folder] for folder in folders]
 
     def _build(
-        self, names: Sequence[str], sizes: Sequence[int], versions: Sequence[str], entries: Entries | None
+        self,
+        folder: _Folder,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        versions: Sequence[str],
+        entries: Entries | None,
     ) -> Index:
-        """Read the header of every image, or decode it if damaged ones are left out."""
+        """Read the header of every image, or decode it if damaged ones are left out.
+
+        Raises:
+            DataError: a file cannot be read, as when the network fails, which does not say that it is damaged.
+        """
         decode = self.on_bad_row == "skip"
 
         def check(index: int) -> tuple[int, str]:
             name, content = names[index], None
             if decode and entries is not None:  # A header is not cached: only whole files are found again.
                 cached = Cached(entries, sizes[index], versions[index])
-                content = io.BytesIO(_contents(_open(str(self), name, cached), str(self), name))
-            try:
-                with content or _open(str(self), name, None) as file:
+                content = io.BytesIO(_contents(folder.open(name, cached), str(self), name))
+            with _Watched(content or folder.open(name)) as file:
+                try:
                     return _pixels(file, decode=decode), ""
-            except DataError as error:
-                return 0, str(error)
+                except DataError as error:
+                    if file.error is not None:
+                        raise _unreadable(name, str(self), file.error) from file.error
+                    return 0, str(error)
 
         checked: list[tuple[int, str]] = []
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
@@ -207,15 +223,16 @@ class ImageFiles(NamedTuple):
         Raises:
             DataError: a file is missing, has changed or is damaged.
         """
-        images = [self._read(index) for index in range(len(self.names))]
+        folder = _Folder(self.path)
+        images = [self._read(folder, index) for index in range(len(self.names))]
         same = len({image.shape for image in images}) == 1
         rows: Rows = {"image": np.stack(images) if same else to_objects(images)}
         return rows if self.labels is None else {**rows, "label": self.labels}
 
-    def _read(self, index: int) -> npt.NDArray[np.uint8]:
+    def _read(self, folder: _Folder, index: int) -> npt.NDArray[np.uint8]:
         name, size = self.names[index], self.sizes[index]
         cached = None if self.entries is None else Cached(self.entries, size, self.versions[index])
-        data = _contents(_open(self.path, name, cached), self.path, name)
+        data = _contents(folder.open(name, cached), self.path, name)
         if len(data) != size:
             raise DataError(f"{name} in {self.path} has changed since the run started. Start a new run for new data")
         try:
@@ -282,22 +299,65 @@ def check_pillow() -> None:
         raise DataError("images need Pillow: pip install 'headway[images]'") from error
 
 
-def _open(folder: str, name: str, cached: Cached | None) -> Any:
-    """Open a file of a folder for reading bytes, through the cache if there is one."""
-    try:
-        if cached is not None:
-            return CachedFile(posixpath.join(folder, name), cached, lambda: _place(folder, name))
-        if "://" not in folder:
-            return open(posixpath.join(folder, name), "rb")
-        fs, inner = _place(folder, name)
-        return fs.open(inner, "rb")
-    except OSError as error:
-        raise DataError(f"cannot read {name} in {folder}: {type(error).__name__}: {error}") from error
+class _Folder:
+    """A folder of images. It must live as long as its open files: a zip closes them when it is collected.
+
+    Args:
+        path: the folder.
+        fs, root: where it is; found when it is needed, which is never if all files are in the cache.
+    """
+
+    def __init__(self, path: str, fs: Any = None, root: str = "") -> None:
+        self.path, self.fs, self.root = path, fs, root
+
+    def open(self, name: str, cached: Cached | None = None) -> Any:
+        """Open a file for reading bytes, through the cache if there is one."""
+        try:
+            if cached is not None:
+                return CachedFile(posixpath.join(self.path, name), cached, lambda: self._place(name))
+            if "://" not in self.path:
+                return open(posixpath.join(self.path, name), "rb")
+            fs, inner = self._place(name)
+            return fs.open(inner, "rb")
+        except Exception as error:  # those of a network are not all an OSError
+            raise _unreadable(name, self.path, error) from error
+
+    def _place(self, name: str) -> tuple[Any, str]:
+        if self.fs is None:
+            self.fs, self.root = fsspec.core.url_to_fs(self.path)
+        return self.fs, posixpath.join(self.root, name)
 
 
-def _place(folder: str, name: str) -> tuple[Any, str]:
-    fs, root = fsspec.core.url_to_fs(folder)
-    return fs, posixpath.join(root, name)
+class _Watched:
+    """A file that keeps the error of a read, to tell a storage that does not answer from a damaged image."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.error: Exception | None = None
+
+    def read(self, size: int = -1) -> bytes:
+        """Read, and keep an error."""
+        try:
+            data: bytes = self._file.read(size)
+            return data
+        except (zipfile.BadZipFile, zlib.error, EOFError):  # damage inside an archive
+            raise
+        except Exception as error:
+            self.error = error
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> _Watched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def _unreadable(name: str, folder: str, error: Exception) -> DataError:
+    return DataError(f"cannot read {name} in {folder}: {type(error).__name__}: {error}")
 
 
 def _contents(file: Any, folder: str, name: str) -> bytes:
@@ -306,8 +366,8 @@ def _contents(file: Any, folder: str, name: str) -> bytes:
         with file:
             data: bytes = file.read()
             return data
-    except OSError as error:
-        raise DataError(f"cannot read {name} in {folder}: {type(error).__name__}: {error}") from error
+    except Exception as error:
+        raise _unreadable(name, folder, error) from error
 
 
 def _decode(file: Any, mode: str) -> npt.NDArray[np.uint8]:

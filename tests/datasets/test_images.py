@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image
 
 from headway.datasets.errors import DataError
@@ -175,3 +179,56 @@ def test_without_pillow_the_error_says_what_to_install(folder: Path, monkeypatch
 def test_images_are_mixed(folder: Path) -> None:
     mixture = Mixture({name: (Images(folder / name / "deep"), 1) for name in CLASSES}, on_end="drop")
     assert sorted(number for batch in numbers(mixture) for number in batch) == list(range(1, 90, 2))
+
+
+@pytest.mark.parametrize("on_bad_row", ["raise", "skip"])
+def test_images_in_a_zip_are_those_of_the_folder(folder: Path, tmp_path: Path, on_bad_row: Any) -> None:
+    (folder / "bee" / "31.png").write_bytes(b"no image") if on_bad_row == "skip" else None
+    archive = shutil.make_archive(str(tmp_path / "photos"), "zip", folder)
+    index = tmp_path / "index"
+    zipped = Images(f"zip://::file://{archive}", index=index, on_bad_row=on_bad_row)
+    assert numbers(zipped) == numbers(Images(folder, on_bad_row=on_bad_row, index=index))
+
+
+class Unplugged(MemoryFileSystem):
+    """A file system whose network fails while one file is read, or when it is opened."""
+
+    protocol = "unplugged"
+    fails = "bee/31.png"
+    when = "read"
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return super()._strip_protocol(path.replace("unplugged://", "memory://"))
+
+    def _open(self, path: str, *args: Any, **options: Any) -> Any:
+        if path.endswith(self.fails) and self.when == "open":
+            raise ConnectionResetError("the network is down")
+        file = super()._open(path, *args, **options)
+        content = io.BytesIO(file.getvalue())
+        if path.endswith(self.fails) and self.when == "read":
+            content.read = lambda size=-1: (_ for _ in ()).throw(RuntimeError("the network is down"))  # type: ignore[method-assign]
+        return content
+
+
+@pytest.mark.parametrize("on_bad_row", ["raise", "skip"])
+@pytest.mark.parametrize("when", ["open", "read"])
+def test_a_network_that_fails_is_no_damage(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, on_bad_row: Any
+) -> None:
+    fsspec.register_implementation("unplugged", Unplugged, clobber=True)
+    fs = fsspec.filesystem("memory")
+    fs.put(f"{folder}/", "/photos/", recursive=True)
+    (damaged,) = fs.glob("/photos/ant/01.png") or fs.glob("/photos/ant/deep/01.png")
+    fs.pipe(damaged, b"no image")
+    monkeypatch.setattr(Unplugged, "when", when)
+    monkeypatch.setattr(Unplugged, "fails", "bee/deep/31.png")
+    photos = Images("unplugged://photos", index=tmp_path / "index", on_bad_row=on_bad_row)
+    try:
+        with pytest.raises(DataError, match=r"cannot read bee/deep/31.png in unplugged.*the network is down"):
+            photos.open()
+        monkeypatch.setattr(Unplugged, "when", "never")
+        if on_bad_row == "skip":
+            assert photos.open().skipped_rows == 1, "no index was kept, and only the damaged image is left out"
+    finally:
+        fs.rm("/photos", recursive=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -13,8 +14,11 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+from ray.util import get_node_ip_address
 
 # Variables set for the tests' own Ray, and those that would select another one.
 _NOT_THERE = ("PYTHONPATH", "RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER")
@@ -33,9 +37,11 @@ def environment() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def head(*options: str, num_cpus: int = 4, **variables: str) -> Iterator[str]:
+def head(*options: str, num_cpus: int = 4, port: int | None = None, **variables: str) -> Iterator[str]:
     """Start a head, yield the address of its dashboard, and stop what was started here."""
-    ports = free_ports(8)
+    # One more than needed, in case the given port is among them.
+    free = [each for each in free_ports(9) if each != port]
+    ports = [port or free[0], *free[1:8]]
     # Short: it contains sockets, whose paths are limited in length.
     folder = tempfile.mkdtemp(prefix="hw", dir="/tmp")
     names = (
@@ -57,6 +63,92 @@ def head(*options: str, num_cpus: int = 4, **variables: str) -> Iterator[str]:
     finally:
         end(process)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def growing_head(folder: Path, resources: Mapping[str, float], **groups: Mapping[str, Any]) -> Iterator[int]:
+    """Start a head whose autoscaler starts machines as local processes, and yield the head's port.
+
+    Ray's `AutoscalingCluster` is unsuitable: it stops every Ray on the machine before and after, and reads the
+    defaults of its provider from a file that is not in Ray's wheel. An "external" provider needs none.
+
+    Args:
+        folder: for the launcher file.
+        resources: of the head.
+        groups: `resources` and `max_workers` of each group of machines.
+    """
+    (port,) = free_ports(1)
+    config = {
+        "cluster_name": "test",
+        "max_workers": sum(group["max_workers"] for group in groups.values()),
+        "idle_timeout_minutes": 0.1,
+        "provider": {
+            "type": "external",
+            "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
+            "gcs_address": f"{get_node_ip_address()}:{port}",
+            # All machines have the same address.
+            "use_node_id_as_ip": True,
+            "disable_node_updaters": True,
+            "disable_launch_config_check": True,
+        },
+        "head_node_type": "ray.head.default",
+        "available_node_types": {
+            "ray.head.default": {"resources": resources, "node_config": {}, "max_workers": 0},
+            **{name: {"node_config": {}, "min_workers": 0, **group} for name, group in groups.items()},
+        },
+        **dict.fromkeys(("file_mounts", "auth"), {}),
+        **dict.fromkeys(("cluster_synced_files", "setup_commands", "head_setup_commands", "worker_setup_commands"), []),
+        **dict.fromkeys(("initialization_commands", "head_start_ray_commands", "worker_start_ray_commands"), []),
+    }
+    file = folder / "autoscaling.json"
+    file.write_text(json.dumps(config))
+    variables = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1", "PYTHONPATH": os.environ["PYTHONPATH"]}
+    # Workers must be children of their raylet, which tells the machine.
+    variables["HEADWAY_TESTS_ZYGOTE"] = ""
+    others = json.dumps({name: amount for name, amount in resources.items() if name != "CPU"})
+    options = f"--autoscaling-config={file}", f"--resources={others}"
+    with head(*options, num_cpus=int(resources["CPU"]), port=port, **variables):
+        yield port
+
+
+def raylets(port: int) -> set[int]:
+    """Return the processes that stand for the machines of a cluster, by the port of its head."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (folder / "cmdline").read_bytes().split(b"\0")
+            if command[0].endswith(b"/raylet") and any(f":{port}".encode() in each for each in command):
+                found.add(int(folder.name))
+    return found
+
+
+def headway_on(port: int, *arguments: str) -> subprocess.Popen[str]:
+    """Start the command `headway` with the cluster at this port, in the repository, with its output to be read."""
+    root = Path(__file__).parents[1]
+    path = os.pathsep.join((str(root / "build/types"), str(root)))
+    return subprocess.Popen(
+        [sys.executable, "-m", "headway.orchestrator", *arguments],
+        env={**environment(), "RAY_ADDRESS": f"127.0.0.1:{port}", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+        cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def wait_until(holds: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
+    """Wait until something holds; fail with the output of a process if it ends before."""
+    deadline = time.monotonic() + 200
+    while not holds():
+        if process is not None and (process.poll() is not None or time.monotonic() > deadline):
+            process.kill()
+            raise AssertionError(f"the process has ended, or is late: {process.communicate()[0]}")
+        assert time.monotonic() < deadline, "late"
+        time.sleep(0.1)
+
+
+def status(port: int) -> str:
+    """Return the autoscaler's report, to understand a failure."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "status", "--verbose", f"--address=127.0.0.1:{port}"]
+    shown = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=300)
+    return shown.stdout + shown.stderr
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

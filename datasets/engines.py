@@ -23,6 +23,7 @@ from typing import Any
 import pyarrow as pa
 
 from .arrow import Rows, concat
+from .data_nodes import DataNodes
 from .row_groups import ReadJob, chunks, read, read_table, transform
 from .transforms import Transform
 
@@ -76,26 +77,40 @@ def read_with_ray(
     readers: int,
     ahead_rows: int,
     row_bytes: int,
+    cpus: float = 0,
+    tell: bool = False,
 ) -> Generator[Rows, None, None]:
-    """Yield the rows of each job in order, read ahead by tasks of Ray Data."""
+    """Yield the rows of each job in order, read ahead by tasks of Ray Data.
+
+    Args:
+        epochs: the jobs of each epoch.
+        transforms: applied to the rows in this order.
+        readers: tasks that run at a time.
+        ahead_rows: rows to read ahead.
+        row_bytes: approximate size of a row.
+        cpus: CPUs of data nodes to reserve for each reader.
+        tell: log where the tasks run.
+    """
     rows_per_task = max(1, _TASK_BYTES // row_bytes)
     tasks = _tasks(epochs, rows_per_task)
     ahead = 1 + ahead_rows // rows_per_task
+    nodes = DataNodes(readers, cpus, tell=tell)
     current: _Execution | None = None
     following: _Execution | None = None
     try:
-        while current or (current := _Execution.start(tasks, transforms, readers)):
+        while current or (current := _Execution.start(tasks, transforms, readers, nodes)):
             current.read_ahead(max(1, ahead - _WAITING_TASKS))
             for pieces in current:
                 # As soon as its first block fits beside the remaining ones; earlier would take more memory.
                 if following is None and current.left <= max(1, ahead - 1):
-                    following = _Execution.start(tasks, transforms, readers)
+                    following = _Execution.start(tasks, transforms, readers, nodes)
                 yield from pieces
             current, following = following, None
     finally:
         for each in (current, following):
             if each is not None:
                 each.stop()
+        nodes.release()
 
 
 def _tasks(epochs: Iterable[Iterable[ReadJob]], rows_per_task: int) -> Iterator[list[ReadJob]]:
@@ -118,19 +133,23 @@ def _tasks(epochs: Iterable[Iterable[ReadJob]], rows_per_task: int) -> Iterator[
 class _Execution:
     """One execution of Ray Data, drained by a thread so that it starts before its rows are needed."""
 
-    def __init__(self, tasks: list[list[ReadJob]], transforms: Sequence[Transform], readers: int) -> None:
+    def __init__(
+        self, tasks: list[list[ReadJob]], transforms: Sequence[Transform], readers: int, nodes: DataNodes
+    ) -> None:
         self.left = len(tasks)
         self._blocks: queue.Queue[list[Rows] | BaseException | None] = queue.Queue(maxsize=1)
         self._stopped = threading.Event()
-        self._dataset = _dataset(tasks, transforms, readers)
+        self._dataset = _dataset(tasks, transforms, readers, nodes)
         self._thread = threading.Thread(target=self._drain, name="headway-ray-data", daemon=True)
         self._thread.start()
 
     @classmethod
-    def start(cls, tasks: Iterator[list[ReadJob]], transforms: Sequence[Transform], readers: int) -> _Execution | None:
+    def start(
+        cls, tasks: Iterator[list[ReadJob]], transforms: Sequence[Transform], readers: int, nodes: DataNodes
+    ) -> _Execution | None:
         """Start reading the next tasks; return None if there are none."""
         some = list(islice(tasks, _TASKS_PER_EXECUTION))
-        return cls(some, transforms, readers) if some else None
+        return cls(some, transforms, readers, nodes) if some else None
 
     def read_ahead(self, blocks: int) -> None:
         """Raise the number of blocks that may wait. It is one until it is this execution's turn."""
@@ -225,7 +244,7 @@ def execute(dataset: Any) -> tuple[Iterator[Any], Callable[[], None]]:
     return bundles, drop_unstarted_tasks
 
 
-def _dataset(tasks: list[list[ReadJob]], transforms: Sequence[Transform], readers: int) -> Any:
+def _dataset(tasks: list[list[ReadJob]], transforms: Sequence[Transform], readers: int, nodes: DataNodes) -> Any:
     import ray.data
     from ray.data import ExecutionResources
 
@@ -236,9 +255,10 @@ def _dataset(tasks: list[list[ReadJob]], transforms: Sequence[Transform], reader
     try:
         items = [{"jobs": pickle.dumps(task)} for task in tasks]
         dataset = ray.data.from_items(items, override_num_blocks=len(items))
-        # num_cpus=0: training workers may have reserved all CPUs, and the epoch would never begin. `concurrency` bounds
-        # the tasks of a rank.
+        # num_cpus=0: training workers may have reserved all CPUs, and the epoch would never begin. `nodes` has reserved
+        # CPUs where there are some for reading, and `concurrency` bounds the tasks of a rank.
         options: dict[str, Any] = {"batch_format": "pyarrow", "num_cpus": 0, "concurrency": min(readers, len(items))}
+        options |= nodes.task_options()
         if os.environ.get(_SPARES):
             options["runtime_env"] = {"env_vars": {_SPARES: ""}}
         dataset = dataset.map_batches(_read_task, batch_size=1, **options)

@@ -66,6 +66,7 @@ class StreamSpec:
         global_batch_size, shards, shuffle, tail: see `EpochPlan`.
         transforms: applied to the rows in this order.
         readers: concurrent reading tasks.
+        reader_cpus: CPUs of data nodes to reserve for each reading task on Ray.
         engine: what runs the reading tasks.
     """
 
@@ -77,6 +78,7 @@ class StreamSpec:
     tail: Tail
     transforms: tuple[Transform, ...]
     readers: int
+    reader_cpus: float
     engine: Literal["ray", "threads"]
 
     def plan(self, epoch: int) -> EpochPlan | MixturePlan:
@@ -125,6 +127,8 @@ class StreamSpec:
                 readers=self.readers,
                 ahead_rows=self.ahead_rows,
                 row_bytes=self.source.row_bytes,
+                cpus=self.reader_cpus,
+                tell=self.shard.rank == 0 and self.shard.training,
             )
         return read_with_threads(epochs, transforms=self.transforms, readers=self.readers, ahead_rows=self.ahead_rows)
 

@@ -7,6 +7,7 @@ the trainer's `BatchStream` protocol structurally; nothing here imports the trai
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from .cache import Cache
 from .engines import connected_to_ray
 from .errors import DataError
 from .formats.base import DataFormat, RowSource
+from .formats.images import Images
 from .formats.token_budget import rows_are_batches
 from .mixture import MixedSource, Mixture, only_weights_differ
 from .packing import compact
@@ -45,6 +47,9 @@ class Stream:
         shards: number of logical shards: the maximum number of ranks, and the number of places in the data that each
             batch mixes. Must divide the global batch size; None takes the divisor nearest to 32. Fixed for a run.
         readers: concurrent reading tasks of this rank.
+        reader_cpus: CPUs that each reading task asks of the data nodes of a Ray cluster, which start for it. None: 1 if
+            there are transforms, or images to decode, and otherwise 0. Where no data node is free, and on a single
+            machine, tasks share the CPUs that there are.
         engine: "ray" reads with Ray Data, "threads" in this process; "auto" uses Ray Data if Ray is connected.
 
     Example:
@@ -66,6 +71,7 @@ class Stream:
         tail: Tail = "drop",
         shards: int | None = None,
         readers: int = 2,
+        reader_cpus: float | None = None,
         engine: Engine = "auto",
     ) -> None:
         if tail not in ("drop", "keep"):
@@ -74,9 +80,12 @@ class Stream:
             raise DataError(f"engine must be 'auto', 'ray' or 'threads', got {engine!r}")
         if readers < 1:
             raise DataError(f"readers must be an integer >= 1, got {readers}")
+        if reader_cpus is not None and not 0 <= reader_cpus < math.inf:
+            raise DataError(f"reader_cpus must be a number of CPUs >= 0, or None, got {reader_cpus!r}")
         self.data = data
         self.transforms = tuple(transforms)
         self.shuffle, self.tail, self.shards, self.readers, self.engine = shuffle, tail, shards, readers, engine
+        self.reader_cpus = float(bool(self.transforms) or _decodes(data)) if reader_cpus is None else reader_cpus
         self._opened: StreamSpec | None = None
         self._prefetcher: Prefetcher | None = None
 
@@ -201,6 +210,7 @@ class Stream:
             tail=self.tail if shard.training else "keep",
             transforms=self.transforms,
             readers=self.readers,
+            reader_cpus=self.reader_cpus,
             engine=self._choose_engine(),
         )
         plan = opened.plan(0)
@@ -304,7 +314,7 @@ class ParquetStream(Stream):
 
     Args:
         path, columns, cache: see `headway.datasets.sources.Parquet`.
-        transforms, shuffle, tail, shards, readers, engine: see `Stream`.
+        transforms, shuffle, tail, shards, readers, reader_cpus, engine: see `Stream`.
 
     Example:
         >>> from headway.datasets.stream import ParquetStream
@@ -323,10 +333,19 @@ class ParquetStream(Stream):
         tail: Tail = "drop",
         shards: int | None = None,
         readers: int = 2,
+        reader_cpus: float | None = None,
         engine: Engine = "auto",
         cache: Cache | None = None,
     ) -> None:
         data = Parquet(path, (columns,) if isinstance(columns, str) else columns, cache)
         super().__init__(
-            data, transforms=transforms, shuffle=shuffle, tail=tail, shards=shards, readers=readers, engine=engine
-        )
+            data, transforms=transforms, shuffle=shuffle, tail=tail, shards=shards, readers=readers,
+            reader_cpus=reader_cpus, engine=engine,
+        )  # fmt: skip
+
+
+def _decodes(data: DataFormat) -> bool:
+    """Return whether reading decodes images."""
+    if isinstance(data, Mixture):
+        return any(_decodes(each) for each, _ in data.sources.values())
+    return isinstance(data, Images)

@@ -27,7 +27,8 @@ class RayDataset:
     Ray Data decides which rank gets which rows, so the guarantee is "epoch": a resumed run repeats its epoch. Every
     epoch executes the dataset again: call `random_shuffle()` on it for another order.
 
-    Ray Data's tasks need CPUs that the workers have not reserved, or `num_cpus=0` in `map_batches(...)`.
+    Ray Data's tasks need CPUs that the workers have not reserved, or `num_cpus=0` in `map_batches(...)`. With
+    `resources={"data": 0.001}` they run on data nodes, which the autoscaler starts for them.
 
     Args:
         dataset: the dataset, or a `DataIterator` with this rank's part of one.

@@ -26,6 +26,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ..data_nodes import RESOURCE as DATA_NODE, SHARE
 from ..engines import connected_to_ray
 from ..errors import DataError
 from ..locking import LOCK, locked
@@ -222,8 +223,10 @@ def _on_ray(
     """Yield the number and the record of each part when it is done."""
     import ray
 
+    # With a CPU alone, more tasks than the CPU nodes hold would make the autoscaler start nodes with GPUs.
+    on_data_nodes = {DATA_NODE: SHARE} if DATA_NODE in ray.cluster_resources() else {}
     # A worker that dies is tried again by Ray; a part is written again then, with the same bytes.
-    task = ray.remote(num_cpus=1)(_task)
+    task = ray.remote(num_cpus=1, resources=on_data_nodes)(_task)
     shared = ray.put(convert)
     todo = iter(enumerate(parts))
     running: dict[Any, int] = {}

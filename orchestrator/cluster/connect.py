@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray.util import placement_group_table
 
+from headway.datasets.data_nodes import RESOURCE as DATA_NODE
 from headway.trainer.errors import ConfigError, HeadwayError
 from headway.trainer.metrics.units import human_duration
 
@@ -134,7 +135,7 @@ def wait_timeout_error(what: str, scaling: Scaling, *, are_placed: bool = False)
 
 
 def placed_groups() -> set[str]:
-    """Return the placement groups of this job that have been placed, except those that reserve no CPU.
+    """Return the placement groups of this job that have been placed and may hold workers: those that reserve a CPU.
 
     The groups of other users of the cluster say nothing about the workers of this one.
     """
@@ -147,7 +148,7 @@ def placed_groups() -> set[str]:
         # A trial's own process, beside its workers, reserves one byte of memory.
         if name.endswith(job)
         and group["state"] == "CREATED"
-        and any(bundle.get("CPU") for bundle in group["bundles"].values())
+        and any(bundle.get("CPU") and DATA_NODE not in bundle for bundle in group["bundles"].values())
     }
 
 

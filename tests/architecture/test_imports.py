@@ -20,7 +20,8 @@ ALLOWED = {
     "trainer": {"torch", "numpy", "xxhash"},
     "datasets": {
         *("ray.cloudpickle", "ray.data", "ray.exceptions", "ray.get", "ray.is_initialized"),
-        *("ray.cluster_resources", "ray.put", "ray.remote", "ray.wait"),
+        *("ray.cluster_resources", "ray.nodes", "ray.put", "ray.remote", "ray.wait"),
+        *("ray.util.placement_group", "ray.util.placement_group_table", "ray.util.remove_placement_group"),
         *("pyarrow", "numpy", "torch", "fsspec", "xxhash"),
     },
     "orchestrator": {

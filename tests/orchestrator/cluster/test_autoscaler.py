@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from headway.datasets.data_nodes import RESOURCE as DATA_NODE
 from headway.orchestrator.cluster.launcher_file import load_cluster
 from headway.orchestrator.cluster.starter_files import render, write_starter_files
 from headway.trainer.loop.progress import Duration
@@ -108,6 +109,13 @@ def test_version_1_goes_by_the_alphabet_whatever_is_available(name: str, names: 
     config = shipped(name, names)
     for unavailable in ((), (names[0],), (names[1],)):
         assert group_chosen_by_v1(config, WORKER, unavailable=unavailable) == max(names)
+
+
+@pytest.mark.parametrize("demand", [{"CPU": 1.0, DATA_NODE: 0.001}, {"CPU": 1.0}], ids=["reading", "preparing"])
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_tasks_of_data_start_nodes_without_gpus(name: str, demand: dict[str, float]) -> None:
+    assert set(groups_asked_of_v2(shipped(name), demand, rounds=2)) == {"cpu-data"}
+    assert group_chosen_by_v1(shipped(name), demand, unavailable=[]) == "cpu-data"
 
 
 @pytest.mark.parametrize("head_id", ["the-head", ""])

@@ -98,6 +98,11 @@ def test_a_step_without_batch_idx_is_refused(name: str) -> None:
         type("Wrong", (TinyTrainer,), {name: lambda self, batch: None})
 
 
+def test_a_step_for_one_of_several_optimizers_is_told_how_to_step_them() -> None:
+    with pytest.raises(TypeError, match=r"missing a required argument: 'optimizer_idx'\. For several .* self\.step\("):
+        type("Gan", (TinyTrainer,), {"training_step": lambda self, batch, batch_idx, optimizer_idx: None})
+
+
 @pytest.mark.parametrize(
     ("field", "advice"),
     [

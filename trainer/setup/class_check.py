@@ -188,9 +188,13 @@ def _check_arguments(cls: type, name: str, written: object, ours: object) -> Non
     try:
         inspect.signature(written).bind(*positional)
     except TypeError as error:
+        names = inspect.signature(written).parameters
+        # As in Lightning before 2.0.
+        per_optimizer = name == "training_step" and any(each.startswith("optimizer") for each in names)
+        remedy = ". For several optimizers, call self.backward(loss) and self.step(optimizer) for each" * per_optimizer
         raise TypeError(
-            f"{cls.__qualname__}.{name}({', '.join(inspect.signature(written).parameters)}) must accept the arguments "
-            f"({', '.join(positional)}): {error}"
+            f"{cls.__qualname__}.{name}({', '.join(names)}) must accept the arguments ({', '.join(positional)}): "
+            f"{error}{remedy}"
         ) from None
 
 

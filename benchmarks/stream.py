@@ -9,7 +9,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from itertools import count
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,9 +51,9 @@ PAIRS = 7
 
 
 def rows(part: str = "all") -> list[Row]:
-    """Measure all rows, or only "formats"; start a local Ray unless one is running."""
-    if part == "formats":
-        return formats()
+    """Measure all rows, or only "formats" or "sources"; start a local Ray unless one is running."""
+    if part != "all":
+        return formats() if part == "formats" else sources()
     import ray
     import ray.data
 
@@ -62,7 +64,14 @@ def rows(part: str = "all") -> list[Row]:
     try:
         with tempfile.TemporaryDirectory(prefix="headway-bench-") as folder:
             files = make_data(Path(folder))
-            return [*throughput(files[:2]), seeking(), first_batch(files), memory(files[:1], files), *formats()]
+            return [
+                *throughput(files[:2]),
+                seeking(),
+                first_batch(files),
+                memory(files[:1], files),
+                *formats(),
+                *sources(),
+            ]
     finally:
         if started:
             ray.shutdown()
@@ -153,6 +162,47 @@ def formats() -> list[Row]:
         both = (f"{statistics.median(each):,.0f}" for each in (rates[name], rates["Parquet"]))
         made.append(Row(f"stream, rows/s: {name} against Parquet", *both, ratio, ">= 0.9", ratio >= 0.9))
     return made
+
+
+def sources() -> list[Row]:
+    """Measure the peak resident memory of a new process that reads 200 MB in 100 sources, against one of all rows."""
+    made = []
+    with tempfile.TemporaryDirectory(prefix="headway-bench-") as name:
+        generator = np.random.default_rng(0)
+        for source in range(100):
+            tokens = generator.integers(0, 50_257, 1000 * TOKENS, dtype=np.int32)
+            column = pa.FixedSizeListArray.from_arrays(pa.array(tokens), TOKENS)
+            pq.write_table(pa.table({"tokens": column}), Path(name) / f"{source:02d}.parquet", row_group_size=64)
+        for shards in (32, 4):
+            one, many = (_peak_of_new_process(name, number, shards) for number in (1, 100))
+            ratio = many / one
+            made.append(
+                Row(
+                    f"stream, peak memory of 100 sources against 1, {shards} shards",
+                    *(f"{each / 1e6:.0f} MB" for each in (many, one)),
+                    ratio,
+                    "<= 1.2",
+                    ratio <= 1.2,
+                )
+            )
+    return made
+
+
+def _peak_of_new_process(folder: str, number: int, shards: int) -> int:
+    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(_read_epoch, folder, number, shards).result()
+
+
+def _read_epoch(folder: str, number: int, shards: int) -> int:
+    """Read an epoch, and return the peak resident memory in bytes."""
+    files = sorted(Path(folder).glob("*.parquet"))
+    data = Mixture({each.stem: (Parquet(each), 1.0) for each in files}) if number > 1 else Parquet(files)
+    stream = Stream(data, engine="threads", shards=shards)
+    stream.setup(shard_info())
+    for _ in stream.epoch(0):
+        pass
+    stream.close()
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
 
 
 def _rate(data: DataFormat) -> float:

@@ -14,14 +14,56 @@ import torch
 
 from .arrow import NUMBERS, Rows, is_stackable, num_rows
 from .errors import DataError
+from .formats.base import RowSource
 from .formats.packed_rows import DERIVED, PIECES, derive
 from .plan import Batch, Read
+from .row_groups import RowGroup
 
 IGNORED = -100
 """The label of padding: `ignore_index` of `torch.nn.functional.cross_entropy`."""
 
+HELD_BYTES = 2**30
+"""Rows of one rank above which `explain_large_fragments` names the largest fragment."""
+
 Part: TypeAlias = tuple[Rows, int, int]
 """(columns, start, stop): some consecutive rows of these columns."""
+
+
+def explain_large_fragments(sources: Sequence[RowSource], *, shards: int, world_size: int) -> str | None:
+    """Return which fragment is too large to be shuffled in memory and what to do; None if all are small enough.
+
+    A rank holds about one fragment of every source for each of its logical shards, until its last row is used.
+
+    Args:
+        sources: that are mixed; one without a mixture.
+        shards: logical shards of all ranks.
+        world_size: number of ranks.
+    """
+    own = -(-shards // world_size)
+    held = sum(int(np.sort(each.fragment_rows)[-own:].sum()) * each.row_bytes for each in sources)
+    if held <= HELD_BYTES:
+        return None
+    source = max(sources, key=lambda each: int(each.fragment_rows.max()) * each.row_bytes)
+    index = int(source.fragment_rows.argmax())
+    rows, fragment = int(source.fragment_rows[index]), source.fragment(index)
+    fewer = shards * HELD_BYTES // held
+    advice = [f"set shards to at most {fewer} (now {shards})"] if fewer >= world_size else ["use more workers"]
+    if isinstance(fragment, RowGroup):
+        what = f"row group {fragment.group} of {fragment.path}"
+        most = max(1, HELD_BYTES // (own * len(sources) * source.row_bytes))
+        advice.insert(0, f"write row groups of at most {most:,} rows (row_group_size)")
+    else:
+        what = f"what is read at once from {source.row_name(index, 0)} on"
+    each_of = f" and each of {len(sources)} sources" if len(sources) > 1 else ""
+    return (
+        f"{what} has {rows:,} rows, {_megabytes(rows * source.row_bytes)}, which is too large for the shuffle: a rank "
+        f"holds about one such piece for each of its {own} logical shards{each_of}, {_megabytes(held)} in all. "
+        f"To take less memory, {' or '.join(advice)}"
+    )
+
+
+def _megabytes(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:,.0f} MB"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from .batching import GlobalBatch
+from .batching import GlobalBatch, explain_large_fragments
 from .cache import Cache
 from .engines import connected_to_ray
 from .errors import DataError
@@ -222,6 +222,10 @@ class Stream:
         self._opened = opened
         if shard.rank == 0 and source.skipped_rows:
             logger.warning("%d damaged rows of %s are skipped", source.skipped_rows, self.data)
+        mixed = list(source.sources.values()) if isinstance(source, MixedSource) and shard.training else [source]
+        large = explain_large_fragments(mixed, shards=shards, world_size=shard.world_size)
+        if shard.rank == 0 and large is not None:
+            logger.warning("%s", large)
         if shard.rank == 0 and (dropped := plan.rows - plan.samples(size)):
             logger.info(
                 "%d rows make %d batches of %d; %d rows are dropped, different ones each epoch",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter, defaultdict, deque
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from headway.datasets import prefetch
+from headway.datasets.batching import ShardBuffers
 from headway.datasets.errors import DataError
 from headway.datasets.formats.jsonl import JsonLines
 from headway.datasets.interleave import Interleave, edges_of
@@ -257,6 +260,37 @@ def test_the_fingerprint_follows_sources_and_weights(sources: Any) -> None:
     )
     fewer = stream(Mixture({name: sources[name] for name in ("web", "code")}))
     assert fewer.explain_change(first.fingerprint) is None
+
+
+def test_100_sources_hold_a_row_group_of_each_for_each_shard_and_no_open_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """25,600 rows, of which a rank of four logical shards holds about 3,200 to mix them."""
+    made: list[ShardBuffers] = []
+
+    class Kept(ShardBuffers):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+
+    monkeypatch.setattr(prefetch, "ShardBuffers", Kept)
+    sources = {}
+    for number in range(100):
+        path = write(tmp_path / f"{number:02d}.parquet", range(256 * number, 256 * (number + 1)), group=8)
+        sources[f"{number:02d}"] = (Parquet(path), 1.0)
+    stream = Stream(Mixture(sources), engine="threads", shards=4)
+    stream.setup(shard_info(global_batch_size=64))
+    before, files, rows, seen = len(os.listdir("/proc/self/fd")), [], [], Counter[int]()
+    for number, batch in enumerate(stream.epoch(0)):
+        files.append(len(os.listdir("/proc/self/fd")) - before)
+        if number % 10 == 5:
+            parts = [part for some in list(made[0]._buffers.values()) for part in list(some)]
+            rows.append(sum(stop - start for _, start, stop in parts))
+        seen.update(batch.micro_batches[0]["id"].tolist())
+    stream.close()
+    assert len(seen) > 25_000
+    assert max(files) <= 4, "the reading threads open a file each, and close it"
+    assert max(rows) <= 2 * 100 * 4 * 8, "one of each, and those that arrive a little early"
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,14 @@ import pyarrow as pa
 import pytest
 import torch
 
+from headway.datasets import batching
 from headway.datasets.engines import _tasks, execute
 from headway.datasets.errors import DataError
+from headway.datasets.formats.jsonl import JsonLines
+from headway.datasets.mixture import Mixture
 from headway.datasets.show import read_row
-from headway.datasets.stream import ParquetStream
+from headway.datasets.sources import Parquet
+from headway.datasets.stream import ParquetStream, Stream
 from headway.trainer import NonFiniteError, Trainer, TrainerConfig
 from headway.trainer.data.protocols import HasRowIds, ShardInfo, SupportsPeek, is_stream
 from headway.trainer.distributed.world import World
@@ -544,3 +548,34 @@ def test_an_epoch_that_is_read_twice_is_the_same(folder: Path) -> None:
     stream = opened(folder)
     assert [ids(batch) for batch in stream.epoch(2)] == [ids(batch) for batch in stream.epoch(2)]
     stream.close()
+
+
+def test_row_groups_that_are_too_large_for_the_shuffle_are_named(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warnings(data: Any, rank: int = 0, world_size: int = 1, **options: Any) -> list[str]:
+        caplog.clear()
+        stream = Stream(data, engine="threads", **options)
+        stream.setup(shard_info(rank, world_size))
+        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+    write(folder / "large.parquet", range(103, 203), group=100)
+    data = Parquet(folder)
+    row_bytes = data.open().row_bytes
+    held = 100 + 5 * 16 + 2 * 8  # the eight largest of nine row groups, for eight logical shards
+    monkeypatch.setattr(batching, "HELD_BYTES", held * row_bytes)
+    assert warnings(data) == []
+    monkeypatch.setattr(batching, "HELD_BYTES", held * row_bytes - 1)
+    (line,) = warnings(data)
+    assert line.startswith(f"row group 0 of {folder}/large.parquet has 100 rows, 0 MB, which is too large")
+    assert line.endswith("write row groups of at most 24 rows (row_group_size) or set shards to at most 7 (now 8)")
+    assert "\n" not in line
+    assert warnings(data, rank=1, world_size=2) == [], "by one rank"
+    assert warnings(data, world_size=8) == [], "a rank with one shard holds one row group"
+    mixture = Mixture({"one": (data, 1), "two": (Parquet(folder / "a.parquet"), 1)})
+    assert "each of its 8 logical shards and each of 2 sources" in warnings(mixture)[0]
+    (tmp := folder.parent / "lines.jsonl").write_text("".join(f'{{"id": {row}}}\n' for row in range(100)))
+    monkeypatch.setattr(batching, "HELD_BYTES", 10)
+    (line,) = warnings(JsonLines(tmp), world_size=2)
+    assert line.startswith("what is read at once from lines.jsonl:1 on has 100 rows")
+    assert line.endswith("To take less memory, use more workers")

@@ -103,26 +103,27 @@ class Stream:
         opened, size = self._open, self._open.global_batch_size
         parsed = re.fullmatch(r"(\S+) in (\d+) shards( unshuffled)?", before)
         now = opened.source.fingerprint
-        if parsed and isinstance(self.data, Mixture) and parsed[1] != now and parsed[1][:16] == now[:16]:
-            advice = "restore weights, weights_by_step, on_end, rows_per_epoch and global_batch_size"
-            if only_weights_differ(parsed[1], now):
-                advice = (
-                    "accept the change, so that the new weights hold from here on: fit(accept_changes=True), "
-                    "--accept-changes; or restore weights, weights_by_step and global_batch_size"
-                )
-            return (
-                "the sources are the same, but their mixture (sample:weights;...;on_end;rows of an epoch) was "
-                f"{parsed[1][16:]} and is {now[16:]}: {advice}"
-            )
-        if parsed is None or parsed[1] != opened.source.fingerprint or before == self.fingerprint:
+        # That of a mixture ends with its weights, in brackets.
+        if parsed is None or parsed[1].partition("(")[0] != now.partition("(")[0] or before == self.fingerprint:
             return None
         shards, shuffle, name = int(parsed[2]), parsed[3] is None, type(self).__name__
         if shuffle != opened.shuffle:
             return f"the files are the same, but shuffle was {shuffle}: set shuffle={shuffle} on the {name}"
-        multiple = f", and global_batch_size (now {size}) to a multiple of it" if size % shards else ""
+        if shards != opened.shards:
+            multiple = f", and global_batch_size (now {size}) to a multiple of it" if size % shards else ""
+            return (
+                f"the files are the same, but had {shards} logical shards and now have {opened.shards} (the default "
+                f"follows global_batch_size): set shards={shards} on the {name}{multiple}"
+            )
+        advice = "restore weights, weights_by_step, on_end, rows_per_epoch and global_batch_size"
+        if only_weights_differ(parsed[1], now):
+            advice = (
+                "accept the change, so that the new weights hold from here on: fit(accept_changes=True), "
+                "--accept-changes; or restore weights, weights_by_step and global_batch_size"
+            )
         return (
-            f"the files are the same, but had {shards} logical shards and now have {opened.shards} (the default "
-            f"follows global_batch_size): set shards={shards} on the {name}{multiple}"
+            "the sources are the same, but their mixture (sample:weights;...;on_end;rows of an epoch) was "
+            f"{parsed[1][16:]} and is {now[16:]}: {advice}"
         )
 
     @property

@@ -29,6 +29,7 @@ class Mixed(Trainer[TrainerConfig]):
     weights: Weights
     planned: Planned | None = None
     ends: Any = "repeat"
+    shards: int = 20
 
     def configure_models(self) -> None:
         self.model = torch.nn.Linear(1, 1)
@@ -39,7 +40,9 @@ class Mixed(Trainer[TrainerConfig]):
 
     def configure_dataloaders(self) -> Any:
         sources = {name: (JsonLines(f"{self.folder}/{name}.jsonl"), weight) for name, weight in self.weights.items()}
-        return Stream(Mixture(sources, weights_by_step=self.planned, on_end=self.ends), shards=20, engine="threads")
+        return Stream(
+            Mixture(sources, weights_by_step=self.planned, on_end=self.ends), shards=self.shards, engine="threads"
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.seen.append((self.global_step, batch["id"].tolist()))
@@ -156,6 +159,15 @@ def test_weights_by_step_are_counted_from_the_change_on(folder: Path) -> None:
     assert max(code[step] for step in range(4)) < 0.3
     assert all(0.4 <= code[step] <= 0.6 for step in range(4, 12))
     assert min(code[step] for step in (12, 13)) > 0.65
+
+
+def test_what_cannot_be_accepted_is_not_advised(folder: Path) -> None:
+    """Other logical shards are named first, because no acceptance of the weights helps."""
+    train(folder, "run", 5, OLD)
+    for accept in (False, True):
+        with pytest.raises(DataError, match=r"had 20 logical shards and now have 10 .*: set shards=20 on the Stream"):
+            train(folder, "run", 9, NEW, accept=accept, shards=10)
+    assert train(folder, "run", 9, NEW, accept=True)[1]
 
 
 def test_where_sources_end_the_weights_stay(folder: Path) -> None:

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -324,8 +324,25 @@ class _Folder:
 
     def _place(self, name: str) -> tuple[Any, str]:
         if self.fs is None:
-            self.fs, self.root = fsspec.core.url_to_fs(self.path)
+            _, _, archive = self.path.partition("::")
+            version = ""
+            if archive:
+                fs, inner = fsspec.core.url_to_fs(archive)
+                version = fs.ukey(inner)
+            self.fs, self.root = _file_system(self.path, version, os.getpid())
         return self.fs, posixpath.join(self.root, name)
+
+
+@lru_cache(maxsize=4)
+def _file_system(path: str, version: str, process: int) -> tuple[Any, str]:
+    """Return the file system and the path in it. Cached, because opening a zip reads the names of all its files.
+
+    Args:
+        path: the folder.
+        version: of the archive: another one is opened again.
+        process: one that is forked must not share the position in the file.
+    """
+    return fsspec.core.url_to_fs(path)  # type: ignore[no-any-return]
 
 
 class _Watched:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.implementations.zip import ZipFileSystem
 from PIL import Image
 
 from headway.datasets.errors import DataError
@@ -188,6 +189,24 @@ def test_images_in_a_zip_are_those_of_the_folder(folder: Path, tmp_path: Path, o
     index = tmp_path / "index"
     zipped = Images(f"zip://::file://{archive}", index=index, on_bad_row=on_bad_row)
     assert numbers(zipped) == numbers(Images(folder, on_bad_row=on_bad_row, index=index))
+
+
+def test_a_zip_is_opened_once_and_again_when_it_is_replaced(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    init = ZipFileSystem.__init__
+    monkeypatch.setattr(ZipFileSystem, "__init__", lambda self, *a, **o: opened.append("") or init(self, *a, **o))
+    for level in (0, 100):
+        archive = shutil.make_archive(str(tmp_path / "photos"), "zip", folder)
+        zipped = Images(f"zip://::file://{archive}", index=tmp_path / "index").open()
+        opened.clear()
+        pixels = [zipped.fragment(index).read()["image"] for index in range(6)]
+        assert len(opened) == 1
+        assert min(int(each.min()) for each in pixels) == level
+        for number in range(90):  # another archive, with other pixels
+            (path,) = folder.rglob(f"{number:02d}.png")
+            Image.fromarray(np.full((4, 6, 3), 100 + number, np.uint8)).save(path)
 
 
 class Unplugged(MemoryFileSystem):

@@ -16,6 +16,7 @@ PARTS = (
     "saving",
     "pretrained",
     "stream",
+    "data",
     "start",
     "restart",
     "compile_cache",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import statistics
 import tempfile
@@ -31,29 +30,24 @@ import pyarrow.parquet as pq
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from headway.datasets.formats.base import DataFormat
-from headway.datasets.formats.jsonl import JsonLines
 from headway.datasets.mixture import Mixture
-from headway.datasets.packing import Packed
 from headway.datasets.plan import EpochPlan
 from headway.datasets.sources import Parquet
 from headway.datasets.stream import ParquetStream, Stream
-from headway.datasets.tokenizers import ByteTokenizer
 
 from .table import Row
 
 TOKENS = 512
 ROWS_PER_FILE = 100_000
-FORMAT_ROWS = 20_000
 FILES = 10
 BATCH = 256
 PAIRS = 7
 
 
 def rows(part: str = "all") -> list[Row]:
-    """Measure all rows, or only "formats" or "sources"; start a local Ray unless one is running."""
+    """Measure all rows, or only "sources"; start a local Ray unless one is running."""
     if part != "all":
-        return formats() if part == "formats" else sources()
+        return sources()
     import ray
     import ray.data
 
@@ -69,7 +63,6 @@ def rows(part: str = "all") -> list[Row]:
                 seeking(),
                 first_batch(files),
                 memory(files[:1], files),
-                *formats(),
                 *sources(),
             ]
     finally:
@@ -117,51 +110,7 @@ def throughput(files: list[str]) -> list[Row]:
             seen = sum(len(batch["tokens"]) for batch in next(epochs))
             rates[name].append(seen / (time.perf_counter() - start))
             epochs.close()  # type: ignore[attr-defined]
-    return [_rate_row(name, rates["ours"], rates[name], target) for name, target in ((ray_data, 1.5), (loader, 1.0))]
-
-
-def formats() -> list[Row]:
-    """Measure rows/s of JSON Lines, mixtures and packing against one Parquet stream, all on threads.
-
-    Three sources of 20,000 documents of 10 to 1,000 letters, and as many rows of 512 tokens as Parquet. As in
-    `throughput`, the second epoch is timed.
-    """
-    with tempfile.TemporaryDirectory(prefix="headway-bench-") as name:
-        folder = Path(name)
-        shares = {"a": 0.5, "b": 0.3, "c": 0.2}
-        for index, source in enumerate(shares):
-            generator = np.random.default_rng(index)
-            tokens = generator.integers(0, 50_257, FORMAT_ROWS * TOKENS, dtype=np.int32)
-            column = pa.FixedSizeListArray.from_arrays(pa.array(tokens), TOKENS)
-            pq.write_table(pa.table({"tokens": column}), folder / f"{source}.parquet", row_group_size=1024)
-            lengths = generator.integers(10, 1001, FORMAT_ROWS).tolist()
-            lines = "".join(json.dumps({"text": "x" * length}) + "\n" for length in lengths)
-            (folder / f"{source}.jsonl").write_text(lines)
-
-        def packed(source: str) -> Packed:
-            lines = JsonLines(folder / f"{source}.jsonl")
-            return Packed(lines, length=TOKENS, index=folder, tokenizer=ByteTokenizer())
-
-        parquet = Parquet([folder / f"{source}.parquet" for source in shares])
-        others: dict[str, DataFormat] = {
-            "JSON Lines": JsonLines([folder / f"{source}.jsonl" for source in shares]),
-            "mixture of 3 Parquet": Mixture(
-                {source: (Parquet(folder / f"{source}.parquet"), share) for source, share in shares.items()}
-            ),
-            "packed mixture of 3 JSON Lines": Mixture(
-                {source: (packed(source), share) for source, share in shares.items()}
-            ),
-        }
-        rates: dict[str, list[float]] = {name: [] for name in ("Parquet", *others)}
-        for _ in range(PAIRS):
-            for name, data in (("Parquet", parquet), *others.items()):
-                rates[name].append(_rate(data))
-    made = []
-    for name in others:
-        ratio = statistics.median(a / b for a, b in zip(rates[name], rates["Parquet"], strict=True))
-        both = (f"{statistics.median(each):,.0f}" for each in (rates[name], rates["Parquet"]))
-        made.append(Row(f"stream, rows/s: {name} against Parquet", *both, ratio, ">= 0.9", ratio >= 0.9))
-    return made
+    return [rate_row(name, rates["ours"], rates[name], target) for name, target in ((ray_data, 1.5), (loader, 1.0))]
 
 
 def sources() -> list[Row]:
@@ -205,20 +154,8 @@ def _read_epoch(folder: str, number: int, shards: int) -> int:
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
 
 
-def _rate(data: DataFormat) -> float:
-    gc.collect()
-    stream = Stream(data, tail="keep", engine="threads")
-    stream.setup(shard_info())
-    for _ in stream.epoch(0):
-        pass
-    start = time.perf_counter()
-    seen = sum(batch.global_num_samples for batch in stream.epoch(1))
-    seconds = time.perf_counter() - start
-    stream.close()
-    return seen / seconds
-
-
-def _rate_row(name: str, ours: list[float], theirs: list[float], target: float) -> Row:
+def rate_row(name: str, ours: list[float], theirs: list[float], target: float) -> Row:
+    """Return the row of two series of rates, which were measured in turn."""
     ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
     both = (f"{statistics.median(each):,.0f}" for each in (ours, theirs))
     return Row(f"stream, {name}", *both, ratio, f">= {target}", ratio >= target)
@@ -243,32 +180,33 @@ def _ray_data(files: list[str]) -> Iterator[Iterable[Any]]:
 
 
 def _loader(files: list[str]) -> Iterator[Iterable[Any]]:
-    loader = DataLoader(_RowGroups(files), batch_size=None, num_workers=1, prefetch_factor=4, persistent_workers=True)
+    loader = DataLoader(RowGroups(files), batch_size=None, num_workers=1, prefetch_factor=4, persistent_workers=True)
     while True:
         yield loader
 
 
-class _RowGroups(IterableDataset[Any]):
+class RowGroups(IterableDataset[Any]):
     """A typical hand-written dataset: row groups in random order, rows shuffled within each, full batches."""
 
-    def __init__(self, files: list[str]) -> None:
-        self._files = files
+    def __init__(self, files: list[str], column: str = "tokens") -> None:
+        self._files, self._column = files, column
 
     def __iter__(self) -> Iterator[Any]:
         generator = np.random.default_rng()
         files = [pq.ParquetFile(file, memory_map=True) for file in self._files]
         groups = [(file, group) for file in files for group in range(file.num_row_groups)]
-        rest = np.empty((0, TOKENS), np.int32)
+        rest: Any = None
         for index in generator.permutation(len(groups)):
             file, group = groups[index]
-            column = file.read_row_group(group, columns=["tokens"]).column("tokens").combine_chunks()
-            tokens = column.flatten().to_numpy().reshape(-1, TOKENS)
-            rest = np.concatenate([rest, tokens[generator.permutation(len(tokens))]])
+            column = file.read_row_group(group, columns=[self._column]).column(self._column).combine_chunks()
+            values = column.flatten().to_numpy().reshape(len(column), -1)
+            values = values[generator.permutation(len(values))]
+            rest = values if rest is None else np.concatenate([rest, values])
             while len(rest) >= BATCH:
-                yield {"tokens": torch.from_numpy(rest[:BATCH].copy())}
+                yield {self._column: torch.from_numpy(rest[:BATCH].copy())}
                 rest = rest[BATCH:]
         if len(rest):
-            yield {"tokens": torch.from_numpy(rest)}
+            yield {self._column: torch.from_numpy(rest)}
 
 
 def seeking() -> Row:

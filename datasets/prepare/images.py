@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ..arrow import NUMBERS
+from ..arrow import NUMBERS, shaped_bytes
 from ..errors import DataError
 from ..formats.base import DataFormat, Fragment, OnBadRow, check_options
 from ..formats.images import Images, check_pillow
@@ -50,8 +50,9 @@ def prepare_images(
             `bytes`, as in Hugging Face's datasets.
         output: as for `prepare_text`.
         size: (height, width) of the result; one number for both.
-        encoding: "raw" stores pixels, uint8 [H, W, 3] or [H, W], which a stream reads without decoding. "jpeg" and
-            "png" store encoded bytes, which take less space and are decoded in a transform.
+        encoding: "raw" stores pixels, which a stream reads without decoding as uint8 [H, W, 3] or [H, W]. Other readers
+            get their bytes in C order, and the shape as `headway.shape` in the metadata of the column. "jpeg" and "png"
+            store encoded bytes, which take less space and are decoded in a transform.
         quality: of JPEG, 1 to 95.
         mode: "RGB", or "L" for grey.
         image: the column with the images, in the input and the output.
@@ -189,24 +190,20 @@ class _Resize:
 
     def _table(self, rows: Sequence[tuple[Any, ...]]) -> pa.Table:
         images, *others = zip(*rows, strict=True)
-        columns = {self.image: self._array(images)}
+        if self.encoding == "raw":
+            first, pixels = shaped_bytes(self.image, np.stack(images))
+        else:
+            first, pixels = pa.field(self.image, pa.binary()), pa.array(images, pa.binary())
+        columns, fields = [pixels], [first]
         for (name, kind), values in zip(self.kept, others, strict=True):
             try:
-                columns[name] = pa.array(values, kind)
+                columns.append(pa.array(values, kind))
             except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
                 raise DataError(
                     f"column {name!r} has a value that is not {kind}, as the first one is: {error}"
                 ) from error
-        return pa.table(columns)
-
-    def _array(self, images: Sequence[Any]) -> pa.Array:
-        if self.encoding != "raw":
-            return pa.array(images, pa.binary())
-        array = pa.array(np.stack(images).reshape(-1))
-        height, width = self.size
-        for length in (*([_CHANNELS[self.mode]] if self.mode == "RGB" else []), width, height):
-            array = pa.FixedSizeListArray.from_arrays(array, length)
-        return array
+            fields.append(pa.field(name, kind))
+        return pa.table(columns, schema=pa.schema(fields))
 
 
 def _other_columns(fragment: Fragment, image: str, origin: object) -> dict[str, pa.DataType]:

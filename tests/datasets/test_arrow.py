@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from headway.datasets.arrow import Rows, concat, from_table, to_rows, to_table
+from headway.datasets.arrow import Rows, concat, from_table, shaped_bytes, to_rows, to_table
 from headway.datasets.errors import DataError
 from headway.datasets.row_groups import ReadJob, RowGroup, chunks, read, read_table, transform
 from headway.datasets.sources import read_source
@@ -191,3 +191,31 @@ def test_a_file_cannot_have_its_reader_run_code(tmp_path: Path, monkeypatch: pyt
     assert sent["text"][0] == rows["text"][0]
     from_table(looks_like_ours)
     assert (tmp_path / "went-off").exists(), "or the test shows nothing"
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 2), (5,), ()])
+def test_arrays_of_bytes_keep_their_shape_in_a_file(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    arrays = np.random.default_rng(0).integers(0, 256, (7, *shape), dtype=np.uint8)
+    field, column = shaped_bytes("image", arrays)
+    table = pa.table([column, pa.array(range(7))], schema=pa.schema([field, pa.field("label", pa.int64())]))
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=4)
+    rows = read_source(str(tmp_path / "a.parquet")).fragment(1).read()
+    np.testing.assert_array_equal(rows["image"], arrays[4:])
+    np.testing.assert_array_equal(to_rows(table.slice(2, 3))["image"], arrays[2:5])
+    # A program that does not know of it gets bytes.
+    assert pq.read_table(tmp_path / "a.parquet")["image"].to_pylist()[6] == arrays[6].tobytes()
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([b"123456", None], pa.binary(6)),
+        pa.array([b"12345"], pa.binary(5)),
+        pa.array([b"123456"], pa.binary()),
+        pa.array([6]),
+    ],
+)
+def test_bytes_of_another_shape_are_refused(column: pa.Array) -> None:
+    field = pa.field("image", column.type, metadata={b"headway.shape": "[2, 3]"})
+    with pytest.raises(DataError, match=r"column 'image' has nulls, or is no bytes of the shape \[2, 3\]: it is "):
+        to_rows(pa.table([column], schema=pa.schema([field])))

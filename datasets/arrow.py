@@ -38,7 +38,7 @@ def to_rows(table: pa.Table) -> Rows:
     columns = zip(table.schema, table.columns, strict=True)
     return {
         field.name: _shaped(field, _in_one_piece(column))
-        if _SHAPE in (field.metadata or {})
+        if shape_of(field) is not None
         else _to_array(field.name, _in_one_piece(column))
         for field, column in columns
     }
@@ -60,9 +60,15 @@ def shaped_bytes(name: str, arrays: npt.NDArray[np.uint8]) -> tuple[pa.Field, pa
     return field, pa.FixedSizeBinaryArray.from_buffers(kind, len(arrays), [None, data])
 
 
+def shape_of(field: pa.Field) -> list[int] | None:
+    """Return the shape of the arrays in a column of `shaped_bytes`; None for any other column."""
+    written = (field.metadata or {}).get(_SHAPE)
+    return None if written is None else json.loads(written)
+
+
 def _shaped(field: pa.Field, column: pa.Array) -> npt.NDArray[np.uint8]:
     """Invert `shaped_bytes`, without a copy."""
-    shape = json.loads(field.metadata[_SHAPE])
+    shape = shape_of(field) or []
     size = field.type.byte_width if pa.types.is_fixed_size_binary(field.type) else -1
     if column.null_count or math.prod(shape) != size:
         raise DataError(f"column {field.name!r} has nulls, or is no bytes of the shape {shape}: it is {field.type}")

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from .arrow import Rows
+from .arrow import Rows, shape_of, to_rows
 from .errors import DataError
 from .formats import images, jsonl, webdataset
 from .formats.base import RowSource
@@ -93,7 +93,7 @@ def describe(path: Paths, *, columns: Sequence[str] | None = None, index: PathLi
     data = _format_of(path, columns=columns, index=index)
     source = data.open()
     if isinstance(source, Source):
-        kinds = {field.name: str(field.type) for field in source.schema}
+        kinds = {field.name: _kind_of(field) for field in source.schema}
         first, sizes = _row(source, 0, 0), [file.size_bytes for file in source.files]
     else:
         rows = source.fragment(0).read()
@@ -243,9 +243,15 @@ def _first(rows: Rows, number: int = 0) -> dict[str, Any]:
 
 def _row(source: Source, fragment: int, number: int) -> dict[str, Any]:
     """Return a row exactly as it is in the file, including nulls, which training would reject."""
-    table = read_group(source.fragment(fragment))
-    row: dict[str, Any] = table.slice(number, 1).to_pylist()[0]
+    table = read_group(source.fragment(fragment)).slice(number, 1)
+    shaped = [field.name for field in table.schema if shape_of(field) is not None]
+    row: dict[str, Any] = table.to_pylist()[0] | _first(to_rows(table.select(shaped)))
     return row
+
+
+def _kind_of(field: pa.Field) -> str:
+    shape = shape_of(field)
+    return str(field.type) if shape is None else f"uint8{shape or ''}"
 
 
 def _type_of(column: Any) -> str:

@@ -19,6 +19,7 @@ from headway.datasets.errors import DataError
 from headway.datasets.formats.images import Images
 from headway.datasets.formats.webdataset import WebDataset
 from headway.datasets.prepare import prepare_images
+from headway.datasets.show import describe
 from headway.datasets.sources import Parquet
 from headway.datasets.stream import Stream
 from tests.datasets.prepare.test_job import bytes_of
@@ -77,6 +78,9 @@ def test_pixels_and_labels_are_those_of_pillow_and_of_the_folders(photos: Path, 
     fragment = Parquet(done.path).open().fragment(0).read()
     assert fragment["image"].shape == (4, 8, 12, 3)
     assert fragment["image"].dtype == np.uint8
+    shown = describe(done.path)
+    assert shown.columns == {"image": "uint8[8, 12, 3]", "label": "int64"}
+    assert shown.first_row["image"] == fragment["image"][0].tolist()
     stream = Stream(Parquet(done.path))
     stream.setup(shard_info(0, 1))
     batch = next(iter(stream.epoch(0, offset=0)))

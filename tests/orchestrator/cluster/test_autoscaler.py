@@ -118,6 +118,13 @@ def test_tasks_of_data_start_nodes_without_gpus(name: str, demand: dict[str, flo
     assert group_chosen_by_v1(shipped(name), demand, unavailable=[]) == "cpu-data"
 
 
+@pytest.mark.parametrize("demand", [{"CPU": 1.0, DATA_NODE: 0.001}, {"CPU": 1.0}], ids=["reading", "preparing"])
+def test_tasks_of_data_start_pods_without_gpus(demand: dict[str, float]) -> None:
+    assert set(groups_asked_of_v2(shipped("raycluster.yaml"), demand, rounds=2)) == {"cpu-data"}
+    head = shipped("raycluster.yaml")["available_node_types"]["headgroup"]["resources"]
+    assert (head["CPU"], head[DATA_NODE]) == (0, 1)
+
+
 @pytest.mark.parametrize("head_id", ["the-head", ""])
 def test_a_head_started_by_hand_needs_its_id_for_version_2(head_id: str) -> None:
     """Without RAY_CLOUD_INSTANCE_ID, version 2 takes the head for one that has not come up, and starts nothing."""

@@ -124,16 +124,17 @@ def test_the_manifests_prefer_spot_nodes_and_drain_pods(tmp_path: Path) -> None:
     experiment = resolve(TinyTrainer, ["config.max_steps=1", *overrides.split()[1:]])
     assert experiment.scaling.wait is not None
     spec = cluster["spec"]
-    for group in spec["workerGroupSpecs"]:
+    spot, on_demand, reading = spec["workerGroupSpecs"]
+    for group in (spot, on_demand):
         (container,) = group["template"]["spec"]["containers"]
         assert int(container["resources"]["limits"]["nvidia.com/gpu"]) >= experiment.scaling.gpus_per_worker
         assert group["maxReplicas"] >= experiment.scaling.min_workers
     # Version 1 ignores the priority.
     assert (spec["enableInTreeAutoscaling"], spec["autoscalerOptions"]["version"]) == (True, "v2")
-    spot, on_demand = spec["workerGroupSpecs"]
     assert spot["priority"] > on_demand["priority"]
     assert "nodeSelector" in spot["template"]["spec"]
     assert "nodeSelector" not in on_demand["template"]["spec"]
+    assert "nvidia.com/gpu" not in reading["template"]["spec"]["containers"][0]["resources"]["limits"]
     for pod in pods(spec)[1:]:
         (container,) = pod["containers"]
         lifecycle = container["lifecycle"]

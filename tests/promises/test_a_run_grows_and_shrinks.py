@@ -23,7 +23,7 @@ from headway.trainer.trackers.jsonl import read_records
 from tests.machines import machines
 from tests.on_ray import OnRay, OnRayConfig, write_rows
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended]
 
 ROWS, BATCH = 96, 16
 IN_EPOCH = ROWS // BATCH

@@ -18,7 +18,7 @@ from headway.orchestrator.config.target import load_target
 from headway.trainer.trackers.jsonl import read_records
 from tests import heads
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 TARGET = """
@@ -146,7 +146,6 @@ def test_a_job_trains_what_one_process_does_and_has_the_exit_code_of_its_run(
     assert {"line succeeded 0", "line failed 2", "failing failed 1"} <= rows
 
 
-@pytest.mark.extended
 def test_a_job_of_ray_itself_trains_the_same(head: str, project: Path) -> None:
     """As in the documentation, with `ray job submit` and a copy of Headway that comes with the job."""
     storage = project.parent / "runs"
@@ -169,7 +168,6 @@ def test_a_job_of_ray_itself_trains_the_same(head: str, project: Path) -> None:
     assert losses(storage / "hand") == losses(storage / "line")
 
 
-@pytest.mark.extended
 def test_a_stopped_job_has_saved_and_goes_on_when_it_is_submitted_again(head: str, project: Path) -> None:
     storage = project.parent / "runs"
     at = ["--address", head]
@@ -206,7 +204,6 @@ def test_a_stopped_job_has_saved_and_goes_on_when_it_is_submitted_again(head: st
     assert str(run.record.last_checkpoint).endswith(f"step-{run.record.steps:08d}")
 
 
-@pytest.mark.extended
 def test_a_sweep_is_a_job_and_needs_no_python_on_the_path_of_the_head(warm_workers: None, project: Path) -> None:
     (project / "line.py").write_text(
         f"{TARGET}\nfrom headway.orchestrator import Choice, Search\n"
@@ -235,7 +232,6 @@ def test_a_sweep_is_a_job_and_needs_no_python_on_the_path_of_the_head(warm_worke
     assert [(trial.status, trial.record.steps) for trial in trials] == [("completed", 9)] * 2
 
 
-@pytest.mark.extended
 def test_data_is_prepared_by_a_job_with_a_tokenizer_of_the_current_directory(head: str, project: Path) -> None:
     (project / "mine.py").write_text("def words(text):\n    return [len(word) for word in text.split()]\n")
     texts = [{"text": f"document {number} " * 9} for number in range(200)]

@@ -52,7 +52,8 @@ class Announces(Callback):
     def _at(self, trainer: Trainer[Any], doing: str, here: bool) -> None:
         if here:
             self.tell.send(doing)
-        time.sleep(0.005)
+        # On a busy machine, the other process needs a moment to send its signals.
+        time.sleep(0.5 if here else 0.005)
 
 
 def _run(run_dir: str, tell: Any, save_at: int | None) -> None:

@@ -242,7 +242,7 @@ class Cached(NamedTuple):
 class CachedFile(io.RawIOBase):
     """A file whose reads are looked up in a cache by their place and length, and stored there.
 
-    So they are found again if the same places are read: those of fragments are. The file itself is opened when a read
+    So they are found again if the same places are read, as for fragments. The file itself is opened when a read
     is not found.
 
     Args:

@@ -29,7 +29,7 @@ class DataNodes:
     The reservation is a placement group, so the autoscaler starts nodes for it while it waits, and keeps them until it
     is released. The tasks themselves ask for no CPU and prefer its nodes, by labels that Ray may ignore
     (`fallback_strategy`). So no task ever waits for a CPU: before the nodes come, after one is lost, and where there
-    are none, tasks share the CPUs of other nodes, and those of the head last. Ray releases the reservation of a process
+    are none, tasks share the CPUs of other nodes, and use the head last. Ray releases the reservation of a process
     that dies.
 
     Args:

@@ -108,7 +108,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
     names = list(names)
     close = difflib.get_close_matches(name, names, n=1)
     listed = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-    return (f"did you mean {close[0]!r}? " if close else "") + f"There is: {listed or 'nothing'}"
+    return (f"did you mean {close[0]!r}? There" if close else "there") + f" is: {listed or 'nothing'}"
 
 
 def _absolute(path: str) -> str:

@@ -80,7 +80,7 @@ class Stream:
             raise DataError(f"engine must be 'auto', 'ray' or 'threads', got {engine!r}")
         if readers < 1:
             raise DataError(f"readers must be an integer >= 1, got {readers}")
-        if reader_cpus is not None and not 0 <= reader_cpus < math.inf:
+        if reader_cpus is not None and not (isinstance(reader_cpus, int | float) and 0 <= reader_cpus < math.inf):
             raise DataError(f"reader_cpus must be a number of CPUs >= 0, or None, got {reader_cpus!r}")
         self.data = data
         self.transforms = tuple(transforms)

@@ -319,7 +319,7 @@ class _Folder:
                 return open(posixpath.join(self.path, name), "rb")
             fs, inner = self._place(name)
             return fs.open(inner, "rb")
-        except Exception as error:  # those of a network are not all an OSError
+        except Exception as error:  # not every error of a network is an OSError
             raise _unreadable(name, self.path, error) from error
 
     def _place(self, name: str) -> tuple[Any, str]:

@@ -127,8 +127,9 @@ class TokenBudget:
 
     def __post_init__(self) -> None:
         for name in ("tokens", "multiple_of"):
-            if (value := getattr(self, name)) < 1:
-                raise DataError(f"{name} must be an integer >= 1, got {value}")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise DataError(f"{name} must be an integer >= 1, got {value!r}")
         if isinstance(self.columns, str) or set(self.columns) & {*_MADE, self.column}:
             raise DataError(
                 f"columns must be a list of names other than {', '.join(_MADE)} and column, got {self.columns!r}"
@@ -339,7 +340,7 @@ class TokenBatches(NamedTuple):
 
     Attributes:
         path: the file with the tokens of all batches.
-        first: where those of the group begin in it.
+        first: where the tokens of the group begin in it.
         checksum: of them.
         lengths: int32, of each document, in the order of the batches.
         columns: the numbers that come with the documents, in this order.

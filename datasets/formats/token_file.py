@@ -9,7 +9,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,7 +20,7 @@ from ..arrow import NUMBERS, Rows
 from ..errors import DataError
 from ..paths import nearest
 from ..tokenizers import Tokenizer, name_of, to_tokens
-from .base import Fragment, RowSource
+from .base import RowSource
 from .index_cache import Index, cached_index
 
 # At each start, so many tokens of the first documents are compared with those in the file.
@@ -49,7 +48,7 @@ class Group(NamedTuple):
     Attributes:
         tokens: contiguous, of any shape.
         counts: numbers of the group, such as its rows.
-        arrays: such as the parts of the rows; those of all groups become one array.
+        arrays: such as the parts of the rows; the index concatenates the arrays of all groups.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -67,17 +66,21 @@ class Tokens(NamedTuple):
     def __str__(self) -> str:
         return "\0".join([self.column, name_of(self.tokenizer) if self.tokenizer else "", *self.numbers])
 
-    def read(self, fragment: Fragment, documents: int | None = None) -> Documents:
-        """Return the documents of a fragment, or its first `documents`.
+    def read(self, documents: RowSource, index: int, count: int | None = None) -> Documents:
+        """Return the documents of a fragment, or its first `count`.
 
         Raises:
             DataError: the column has something else than text or tokens, or a column of `numbers` something else than
                 a number for each document.
         """
-        origin = f"the tokenizer {name_of(self.tokenizer)}" if self.tokenizer else f"column {self.column!r}"
-        rows = fragment.read()
-        tokens = [to_tokens(each, origin) for each in islice(self._documents(rows), documents)]
-        columns = {name: self._column(rows, name)[:documents] for name in self.numbers}
+        rows = documents.fragment(index).read()
+        tokens = []
+        for row, each in enumerate(self._column(rows, self.column)[:count]):
+            try:
+                tokens.append(self._tokens_of(each))
+            except DataError as error:
+                raise DataError(f"{documents.row_name(index, row)}: {error}") from error
+        columns = {name: self._column(rows, name)[:count] for name in self.numbers}
         for name, column in columns.items():
             if column.ndim != 1 or column.dtype.kind not in NUMBERS:
                 raise DataError(f"column {name!r} must have a number for each document")
@@ -89,7 +92,7 @@ class Tokens(NamedTuple):
         waiting: deque[Future[Documents]] = deque()
         with ThreadPoolExecutor(max_workers=threads) as pool:
             for index in range(len(documents.fragment_rows)):
-                waiting.append(pool.submit(self.read, documents.fragment(index)))
+                waiting.append(pool.submit(self.read, documents, index))
                 if len(waiting) > 2 * threads:
                     yield waiting.popleft().result()
             while waiting:
@@ -100,14 +103,12 @@ class Tokens(NamedTuple):
             raise DataError(f"the documents have no column {name!r}; {nearest(name, rows)}")
         return rows[name]
 
-    def _documents(self, rows: Rows) -> Iterable[Any]:
-        documents = self._column(rows, self.column)
+    def _tokens_of(self, document: Any) -> Document:
         if self.tokenizer is None:
-            return documents
-        for each in documents:
-            if not isinstance(each, str):
-                raise DataError(f"column {self.column!r} must have text for the tokenizer, got {type(each).__name__}")
-        return map(self.tokenizer, documents)
+            return to_tokens(document, f"column {self.column!r}")
+        if not isinstance(document, str):
+            raise DataError(f"column {self.column!r} must have text for the tokenizer, got {type(document).__name__}")
+        return to_tokens(self.tokenizer(document), f"the tokenizer {name_of(self.tokenizer)}")
 
 
 def open_tokens(path: Path, documents: RowSource, tokens_of: Tokens, build: Callable[[Path], Index]) -> Index:
@@ -119,7 +120,7 @@ def open_tokens(path: Path, documents: RowSource, tokens_of: Tokens, build: Call
     file = path.with_suffix(".rows")
     index = cached_index(path, lambda: build(file))
     sampled, checksum = index.arrays["sample"].tolist()
-    if tokens_of.tokenizer and _checksum(tokens_of.read(documents.fragment(0), sampled).tokens) != checksum:
+    if tokens_of.tokenizer and _checksum(tokens_of.read(documents, 0, sampled).tokens) != checksum:
         raise DataError(
             f"the first documents have other tokens than those in {file}: the tokenizer has changed or is "
             "not deterministic. Use another index folder for another tokenizer"

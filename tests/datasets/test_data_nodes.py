@@ -37,7 +37,7 @@ def test_transforms_and_images_ask_for_a_cpu() -> None:
     assert Stream(Images("x")).reader_cpus == 1
     assert Stream(Mixture({"a": (Parquet("x"), 1.0), "b": (Images("x"), 1.0)})).reader_cpus == 1
     assert Stream(Parquet("x"), reader_cpus=0.5).reader_cpus == 0.5
-    for wrong in (-1, float("nan"), float("inf")):
+    for wrong in (-1, float("nan"), float("inf"), "2"):
         with pytest.raises(DataError, match="reader_cpus must be a number of CPUs >= 0"):
             ParquetStream("x", reader_cpus=wrong)
 

@@ -238,7 +238,7 @@ def test_a_file_of_rows_that_is_damaged_or_missing_is_named(tmp_path: Path) -> N
 
 def test_a_build_that_fails_leaves_no_rows_behind(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "abc"}\n' * 40 + '{"text": null}\n')
-    with pytest.raises(DataError, match="column 'text' must have text for the tokenizer, got NoneType"):
+    with pytest.raises(DataError, match=r"bad\.jsonl:41: column 'text' must have text for the tokenizer, got NoneType"):
         packed(tmp_path / "bad.jsonl", tmp_path / "index").open()
     assert not list((tmp_path / "index").glob("packed*"))
 

@@ -313,6 +313,7 @@ def test_what_cannot_be_combined_is_refused(tmp_path: Path) -> None:
             Stream(data).setup(shard_info(micro_batch_size=size))
     for options, message in (
         ({"tokens": 0}, "tokens must be an integer >= 1, got 0"),
+        ({"tokens": "64"}, "tokens must be an integer >= 1, got '64'"),
         ({"multiple_of": 0}, "multiple_of must be an integer >= 1, got 0"),
         ({"max_length": BUDGET + 1}, "max_length must be from 1 to 128, .*, got 129"),
         ({"multiple_of": 100}, "max_length must be from 1 to 100, .* a multiple of 100, got 128"),

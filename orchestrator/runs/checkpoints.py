@@ -73,8 +73,12 @@ class RunCheckpoints:
         """Return the problems of a checkpoint. Reads all its files."""
         if entry.problem:
             return [entry.problem]
-        found = (verify_file(self.storage, entry.name, file, expected) for file, expected in entry.files.items())
-        return [each for each in found if each]
+        checked = (verify_file(self.storage, entry.name, file, expected) for file, expected in entry.files.items())
+        if found := [each for each in checked if each]:
+            now = next((each for each in scan(self.storage) if each.name == entry.name and not each.problem), None)
+            if now is not None and now.files != entry.files:
+                return self.problems(now)  # replaced in the meantime by a save of the same step
+        return found
 
     def digest(self, entry: ScannedCheckpoint) -> str:
         """Return a digest of the weights of all models, independent of the number of ranks. Reads the checkpoint.

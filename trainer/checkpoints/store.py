@@ -374,7 +374,7 @@ class CheckpointStore:
 
         Other parts of the checkpoint are not read. A rank part that is missing from the checkpoint keeps its initial
         state, with one warning, or without one on ranks beyond the number that saved. Loading runs no code of the
-        checkpoint.
+        checkpoint. If a run replaces it meanwhile by another of the same name, that one is loaded.
 
         Raises:
             DamagedCheckpointError: the checkpoint is damaged. Live tensors that it is read into are undefined.
@@ -382,7 +382,10 @@ class CheckpointStore:
         """
         doing = f"load {checkpoint.path}"
         storage, name = split_path(checkpoint.path)
-        _, files = self._on_main(doing, lambda: parse_manifest(checkpoint.path, storage.read(name, MANIFEST)))
+        there, files = self._on_main(doing, lambda: parse_manifest(checkpoint.path, storage.read(name, MANIFEST)))
+        if there.digest != checkpoint.digest:
+            self._verified.discard(checkpoint.path)
+        checkpoint = there
         self._fetched.begin(checkpoint.path)
         with self._fetched as scratch:
 
@@ -402,6 +405,10 @@ class CheckpointStore:
             try:
                 reader, tensors = read()
             except CheckpointError:
+                now = self._on_main(doing, lambda: _read_if_there(checkpoint.path))
+                if now is not None and now.digest != checkpoint.digest:
+                    # Replaced in the meantime, so that some files were of one and some of the other.
+                    return self.load(parts, rank_parts=rank_parts, checkpoint=now)
                 if checkpoint.path in self._verified:
                     raise
                 # Read it again to name all that is damaged, or because the storage has failed for a moment.
@@ -685,6 +692,12 @@ def _writer(storage: Storage, name: str) -> str:
     with contextlib.suppress(CheckpointError, OSError):
         return parse_manifest(name, storage.read(name, MANIFEST))[0].writer or "another process"
     return "another process"
+
+
+def _read_if_there(path: str) -> Checkpoint | None:
+    with contextlib.suppress(CheckpointError):
+        return read_checkpoint(path)
+    return None
 
 
 def _no_op() -> None:

@@ -410,6 +410,24 @@ def test_saving_a_step_again_replaces_it_and_there_always_is_one(tmp_path: Path)
     assert min(seen) >= 1
 
 
+@pytest.mark.parametrize("before", ["_verify", "_share"])
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    writer, reader = (CheckpointStore(str(tmp_path), world=ALONE) for _ in range(2))
+    first = save(writer, 4, part="first")
+    go_on = getattr(CheckpointStore, before)
+
+    def replaces(self: CheckpointStore, *args: Any, **options: Any) -> Any:
+        monkeypatch.undo()
+        save(writer, 4, part="another one")
+        return go_on(self, *args, **options)
+
+    monkeypatch.setattr(CheckpointStore, before, replaces)
+    assert load(reader, first) == ["another one"]
+    assert load(reader, first) == ["another one"], "the manifest is newer than the caller's"
+
+
 def test_a_step_that_is_saved_again_keeps_its_name_unless_something_needs_the_first(tmp_path: Path) -> None:
     def names() -> list[str]:
         return sorted(each.name for each in tmp_path.iterdir())

@@ -47,7 +47,8 @@ class Images:
 
     Args:
         path: the folder, or its fsspec URI.
-        mode: what Pillow converts images to, such as "RGB" or "L".
+        mode: what Pillow converts images to, such as "RGB" or "L"; "F" is float32 [H, W], with the values of images
+            that have more than 8 bits per channel.
         classes: names of all classes, in the order of their labels; None for the folders that have images.
         on_bad_row: a file that is not an image is an error at the start, and damaged pixels are one when they are read;
             both name the file ("raise"). Or both are left out ("skip"), for which the first start decodes every image.
@@ -75,9 +76,10 @@ class Images:
         """List the files, and read their index or build it.
 
         Raises:
-            DataError: Pillow is missing, there are no images, one is damaged or in no class, or `classes` lacks one.
+            DataError: Pillow is missing or lacks the mode, there are no images, one is damaged, in no class, or would
+                be clipped by the mode, or `classes` lacks one.
         """
-        check_pillow()
+        pixel_bytes = _pixel_bytes(self.mode)
         entries = None if self.cache is None else self.cache.open()
         folder, names, sizes, versions = self._list()
         check_fits(self.cache, max(sizes), str(self))
@@ -88,19 +90,24 @@ class Images:
             raise DataError(f"{self} is remote, so its index needs a local folder: set index='some/folder'")
         place = Path(self.index).expanduser().absolute() if self.index is not None else Path(str(self)) / FOLDER
         index = cached_index(
-            place / f"images-1.{key}.npz", lambda: self._build(folder, names, sizes, versions, entries)
+            place / f"images-2.{key}.npz", lambda: self._build(folder, names, sizes, versions, entries)
         )
         bad = dict(index.facts["bad"])
         if bad and self.on_bad_row == "raise":
             name, why = next(iter(bad.items()))
             more = f", and {len(bad) - 1} more files like it" if len(bad) > 1 else ""
             raise DataError(f"{name} in {self} is not an image: {why}{more}. Remove it, or set on_bad_row='skip'")
+        for mode, name in index.facts["modes"].items():
+            if is_clipped(mode, self.mode):
+                raise DataError(
+                    f"{name} in {self} has the Pillow mode {mode!r}, whose values mode={self.mode!r} would clip: set "
+                    "mode='F', and scale them in a transform"
+                )
         good = np.array([name not in bad for name in names])
         if not good.any():
             raise DataError(f"{self} has no image that can be decoded")
         order = np.flatnonzero(good)[permutation(int(good.sum()), _ORDER)]
         digest = hashlib.sha256(f"{self.mode}\0{key}\0{len(bad)}\0{labels}".encode()).hexdigest()[:16]
-        channels = 1 if self.mode in ("1", "L", "P") else 3
         return ImageSource(
             path=str(self),
             mode=self.mode,
@@ -108,7 +115,7 @@ class Images:
             sizes=tuple(sizes[each] for each in order),
             labels=None if labels is None else np.array(labels, dtype=np.int64)[order],
             skipped_rows=len(bad),
-            row_bytes=max(1, int(index.arrays["pixels"][good].mean()) * channels),
+            row_bytes=max(1, int(index.arrays["pixels"][good].mean()) * pixel_bytes),
             fingerprint=digest,
             versions=tuple(versions[each] for each in order) if versions else (),
             entries=entries,
@@ -167,26 +174,28 @@ class Images:
         """
         decode = self.on_bad_row == "skip"
 
-        def check(index: int) -> tuple[int, str]:
+        def check(index: int) -> tuple[int, str, str]:
             name, content = names[index], None
             if decode and entries is not None:  # A header is not cached: only whole files are found again.
                 cached = Cached(entries, sizes[index], versions[index])
                 content = io.BytesIO(_contents(folder.open(name, cached), str(self), name))
             with _Watched(content or folder.open(name)) as file:
                 try:
-                    return _pixels(file, decode=decode), ""
+                    return *_header(file, decode=decode), ""
                 except DataError as error:
                     if file.error is not None:
                         raise _unreadable(name, str(self), file.error) from file.error
-                    return 0, str(error)
+                    return 0, "", str(error)
 
-        checked: list[tuple[int, str]] = []
+        checked: list[tuple[int, str, str]] = []
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             for first in range(0, len(names), _CHECKED_AT_A_TIME):
                 checked += pool.map(check, range(first, min(first + _CHECKED_AT_A_TIME, len(names))))
-        pixels = np.array([count for count, _ in checked], dtype=np.int64)
-        bad = [(name, why) for name, (_, why) in zip(names, checked, strict=True) if why]
-        return Index({"pixels": pixels}, {"bad": bad})
+        pixels = np.array([count for count, _, _ in checked], dtype=np.int64)
+        bad = [(name, why) for name, (_, _, why) in zip(names, checked, strict=True) if why]
+        # Of each mode, the first image.
+        modes = {mode: name for name, (_, mode, _) in reversed([*zip(names, checked, strict=True)]) if mode}
+        return Index({"pixels": pixels}, {"bad": bad, "modes": modes})
 
     def __str__(self) -> str:
         return str(self.path)
@@ -229,7 +238,7 @@ class ImageFiles(NamedTuple):
         rows: Rows = {"image": np.stack(images) if same else to_objects(images)}
         return rows if self.labels is None else {**rows, "label": self.labels}
 
-    def _read(self, folder: _Folder, index: int) -> npt.NDArray[np.uint8]:
+    def _read(self, folder: _Folder, index: int) -> npt.NDArray[Any]:
         name, size = self.names[index], self.sizes[index]
         cached = None if self.entries is None else Cached(self.entries, size, self.versions[index])
         data = _contents(folder.open(name, cached), self.path, name)
@@ -297,6 +306,29 @@ def check_pillow() -> None:
         import PIL  # noqa: F401
     except ImportError as error:
         raise DataError("images need Pillow: pip install 'headway[images]'") from error
+
+
+def _pixel_bytes(mode: str) -> int:
+    """Return the size of a pixel of a Pillow mode.
+
+    Raises:
+        DataError: Pillow is missing, or has no such mode.
+    """
+    check_pillow()
+    from PIL import Image, ImageMode
+
+    if mode not in Image.MODES:
+        raise DataError(f"mode={mode!r} is not a mode of Pillow; {nearest(mode, Image.MODES)}")
+    found = ImageMode.getmode(mode)
+    return len(found.bands) * np.dtype(found.typestr).itemsize
+
+
+def is_clipped(mode: str, to: str) -> bool:
+    """Whether Pillow clips values when it converts one mode to another. Images of 8 bits per channel never are."""
+    from PIL import ImageMode
+
+    before, after = (np.dtype(ImageMode.getmode(each).typestr) for each in (mode, to))
+    return before.itemsize > 1 and (after.itemsize < before.itemsize or not np.can_cast(before, after, "same_kind"))
 
 
 class _Folder:
@@ -387,7 +419,7 @@ def _contents(file: Any, folder: str, name: str) -> bytes:
         raise _unreadable(name, folder, error) from error
 
 
-def _decode(file: Any, mode: str) -> npt.NDArray[np.uint8]:
+def _decode(file: Any, mode: str) -> npt.NDArray[Any]:
     """Return the pixels of an image.
 
     Raises:
@@ -402,8 +434,8 @@ def _decode(file: Any, mode: str) -> npt.NDArray[np.uint8]:
         raise DataError(f"{type(error).__name__}: {error}") from error
 
 
-def _pixels(file: Any, *, decode: bool) -> int:
-    """Return the number of pixels of an image, by its header; with `decode`, all of it is decoded as well.
+def _header(file: Any, *, decode: bool) -> tuple[int, str]:
+    """Return the number of pixels of an image and its mode, by its header; with `decode`, all of it is decoded as well.
 
     Raises:
         DataError: it is not an image, or is damaged.
@@ -414,6 +446,6 @@ def _pixels(file: Any, *, decode: bool) -> int:
         with Image.open(file) as image:
             if decode:
                 image.load()
-            return image.width * image.height
+            return image.width * image.height, image.mode
     except Exception as error:
         raise DataError(f"{type(error).__name__}: {error}") from error

@@ -321,8 +321,10 @@ def _load(lines: list[bytes]) -> list[Any]:
 
 def _parse(text: bytes) -> tuple[dict[str, Any] | None, str]:
     """Return the object of a line; or None and why it is not one, which is "" for a blank line."""
-    if not text.strip():
+    if not (content := text.strip()):
         return None, ""
+    if content == b"[":
+        return None, "it begins a JSON array, and each line must be an object on its own"
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -364,6 +366,8 @@ def _columns(files: Sequence[LineFile], wanted: Sequence[str] | None) -> tuple[t
         for file in files:
             if len(file.arrays["rows"]) and name not in file.facts["columns"]:
                 first.setdefault("null", (file.name, int(file.arrays["first_line"][0])))
+    if not kinds:
+        raise DataError(f"no row of {', '.join(file.name for file in files[:3])} has a key")
     for name in wanted or ():
         if name not in kinds:
             raise DataError(f"no row has the key {name!r}; {nearest(name, kinds)}")

@@ -15,7 +15,7 @@ import pyarrow as pa
 from ..arrow import NUMBERS, shaped_bytes
 from ..errors import DataError
 from ..formats.base import DataFormat, Fragment, OnBadRow, check_options
-from ..formats.images import Images, check_pillow
+from ..formats.images import Images, check_pillow, is_clipped
 from ..paths import PathLike, nearest
 from .job import Prepared, PrepareProgress, Tables, check_tasks, prepare
 from .pieces import place_of
@@ -163,6 +163,8 @@ class _Resize:
         for row, value in enumerate(rows[self.image]):
             try:
                 image = self._resized(value)
+            except DataError as error:
+                raise DataError(f"{place_of(fragment, row)} {error}") from error
             except Exception as error:  # Pillow's plugins raise many types
                 if self.on_bad_row == "raise":
                     raise DataError(
@@ -180,6 +182,10 @@ class _Resize:
             value = value["bytes"]
         opened = Image.open(io.BytesIO(value)) if isinstance(value, bytes) else Image.fromarray(value)
         with opened:
+            if is_clipped(opened.mode, self.mode):
+                raise DataError(
+                    f"has the Pillow mode {opened.mode!r}, and would be clipped: convert it to 8 bits first"
+                )
             height, width = self.size
             image = ImageOps.fit(opened.convert(self.mode), (width, height), method=Image.Resampling.BICUBIC)
         if self.encoding == "raw":

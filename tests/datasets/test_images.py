@@ -54,6 +54,26 @@ def numbers(data: Any, *, world_size: int = 1, **options: Any) -> list[list[int]
     ]
 
 
+@pytest.mark.parametrize("on_bad_row", ["raise", "skip"])
+def test_values_of_more_than_eight_bits_are_not_clipped(folder: Path, on_bad_row: Any) -> None:
+    Image.fromarray(np.full((4, 6), 40_000, np.uint16)).save(folder / "bee" / "depth.png")
+    with pytest.raises(
+        DataError, match=r"bee/depth.png in .* has the Pillow mode 'I;16', .* mode='RGB' would clip: set mode='F'"
+    ):
+        batches(Images(folder, on_bad_row=on_bad_row))
+    seen = {
+        float(image.max())
+        for batch in batches(Images(folder, mode="F", on_bad_row=on_bad_row))
+        for image in batch.micro_batches[0]["image"]
+    }
+    assert seen == {*map(float, range(90)), 40_000.0}
+
+
+def test_an_unknown_mode_is_refused(folder: Path) -> None:
+    with pytest.raises(DataError, match="mode='rgb' is not a mode of Pillow"):
+        batches(Images(folder, mode="rgb"))
+
+
 def test_an_image_is_a_tensor_of_bytes_with_the_label_of_its_folder(folder: Path) -> None:
     seen = set()
     for batch in batches(Images(folder)):
@@ -150,7 +170,7 @@ def test_a_file_that_changes_during_a_run_is_an_error(folder: Path) -> None:
 
 def test_the_index_is_built_once_and_again_for_other_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = Images(folder).open()
-    monkeypatch.setattr("headway.datasets.formats.images._pixels", lambda *_, **__: pytest.fail("read again"))
+    monkeypatch.setattr("headway.datasets.formats.images._header", lambda *_, **__: pytest.fail("read again"))
     assert Images(folder).open().fingerprint == before.fingerprint
     monkeypatch.undo()
     (folder / "ant" / "00.png").unlink()

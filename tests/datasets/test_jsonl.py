@@ -111,7 +111,12 @@ def test_a_column_has_one_type_in_all_fragments(
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [("{", "JSONDecodeError"), ("[1]", "it is a list, not an object"), ("\xff", "UnicodeDecodeError")],
+    [
+        ("{", "JSONDecodeError"),
+        ("[1]", "it is a list, not an object"),
+        ("[", "it begins a JSON array, and each line must be an object on its own"),
+        ("\xff", "UnicodeDecodeError"),
+    ],
 )
 def test_a_damaged_line_is_named_and_skipped_only_on_request(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, why: str
@@ -156,6 +161,12 @@ def test_a_number_that_is_null_somewhere_is_refused_at_the_start(tmp_path: Path)
     assert rows["y"].tolist() == ["a", None, "b"]
     with pytest.raises(DataError, match="no row has the key 'z'"):
         JsonLines(path, columns=["z"]).open()
+
+
+def test_rows_without_any_key_are_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}\n" * 8)
+    with pytest.raises(DataError, match=r"no row of rows.jsonl has a key"):
+        opened(JsonLines(tmp_path / "rows.jsonl"))
 
 
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:

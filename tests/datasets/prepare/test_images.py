@@ -115,6 +115,15 @@ def test_other_formats_keep_their_columns(tmp_path: Path) -> None:
     np.testing.assert_array_equal(pixels_of(hub.path)[0], pixels)
 
 
+@pytest.mark.parametrize("on_bad_row", ["raise", "skip"])
+def test_images_of_more_than_eight_bits_are_refused(tmp_path: Path, on_bad_row: Any) -> None:
+    write_tar(tmp_path / "a.tar", {"0.png": encoded(np.full((4, 6), 40_000, np.uint16))})
+    with pytest.raises(DataError, match=r"0 in .*a.tar has the Pillow mode 'I;16', and would be clipped"):
+        prepare_images(
+            WebDataset(str(tmp_path / "a.tar")), tmp_path / "out", size=4, image="png", on_bad_row=on_bad_row
+        )
+
+
 def test_damaged_images_are_named_or_left_out_and_counted(photos: Path, tmp_path: Path) -> None:
     good = encoded(np.zeros((4, 4, 3), np.uint8))
     pq.write_table(pa.table({"image": [good, b"no image", good]}), tmp_path / "rows.parquet")

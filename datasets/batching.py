@@ -14,7 +14,7 @@ import torch
 
 from .arrow import NUMBERS, Rows, is_stackable, num_rows
 from .errors import DataError
-from .formats.base import RowSource
+from .formats.base import RowSource, is_fetched_whole
 from .formats.packed_rows import DERIVED, PIECES, derive
 from .plan import Batch, Read
 from .row_groups import RowGroup
@@ -23,16 +23,23 @@ IGNORED = -100
 """The label of padding: `ignore_index` of `torch.nn.functional.cross_entropy`."""
 
 HELD_BYTES = 2**30
-"""Rows of one rank above which `explain_large_fragments` names the largest fragment."""
+"""Rows that a rank holds at most, or else `explain_large_fragments` names the largest fragment."""
+
+# A mixture holds so many times the rows that one of its sources would hold alone, or so many bytes, without reading
+# its fragments in parts.
+_MIXED_TIMES, _MIXED_BYTES = 4, 32 * 2**20
+# A fragment is read so many times at most for each of its shards.
+_MOST_READS = 16
 
 Part: TypeAlias = tuple[Rows, int, int]
 """(columns, start, stop): some consecutive rows of these columns."""
 
 
-def explain_large_fragments(sources: Sequence[RowSource], *, shards: int, world_size: int) -> str | None:
-    """Return which fragment is too large to be shuffled in memory and what to do; None if all are small enough.
+def limit_reads(sources: Sequence[RowSource], *, shards: int, world_size: int) -> list[int | None]:
+    """Return how many rows of a shard a read of each source returns at most; None for all that a fragment has.
 
-    A rank holds about one fragment of every source for each of its logical shards, until its last row is used.
+    A rank holds the rows of about one read for each of its logical shards and each source. Where whole fragments would
+    take too much memory, they are read again for each part of their rows. This does not change the order of the rows.
 
     Args:
         sources: that are mixed; one without a mixture.
@@ -40,7 +47,41 @@ def explain_large_fragments(sources: Sequence[RowSource], *, shards: int, world_
         world_size: number of ranks.
     """
     own = -(-shards // world_size)
-    held = sum(int(np.sort(each.fragment_rows)[-own:].sum()) * each.row_bytes for each in sources)
+    held = [_held_rows(each, own) * each.row_bytes for each in sources]
+    most = min(max(_MIXED_TIMES * max(held), _MIXED_BYTES), HELD_BYTES)
+    limits: list[int | None] = [None] * len(sources)
+    if sum(held) > most:
+        for index, source in enumerate(sources):
+            largest, rows = int(source.fragment_rows.max()), most // (own * len(sources) * source.row_bytes)
+            limit = max(rows, -(-largest // _most_reads(source)))
+            limits[index] = limit if limit < largest else None
+    return limits
+
+
+def _held_rows(source: RowSource, own: int, limit: int | None = None) -> int:
+    """Return the rows of a source that `own` logical shards hold at a time, of the largest fragments."""
+    held = int(np.sort(source.fragment_rows)[-own:].sum())
+    return held if limit is None else min(held, own * limit)
+
+
+def _most_reads(source: RowSource) -> int:
+    """Return how often a fragment may be read: once where each time would fetch it from a remote storage again."""
+    return 1 if is_fetched_whole(source.fragment(0)) else _MOST_READS
+
+
+def explain_large_fragments(sources: Sequence[RowSource], *, shards: int, world_size: int) -> str | None:
+    """Return which fragment is too large to be shuffled in memory and what to do; None if all are small enough.
+
+    See `limit_reads` for what a rank holds.
+
+    Args:
+        sources: that are mixed; one without a mixture.
+        shards: logical shards of all ranks.
+        world_size: number of ranks.
+    """
+    own = -(-shards // world_size)
+    limits = limit_reads(sources, shards=shards, world_size=world_size)
+    held = sum(_held_rows(each, own, limit) * each.row_bytes for each, limit in zip(sources, limits, strict=True))
     if held <= HELD_BYTES:
         return None
     source = max(sources, key=lambda each: int(each.fragment_rows.max()) * each.row_bytes)
@@ -50,14 +91,15 @@ def explain_large_fragments(sources: Sequence[RowSource], *, shards: int, world_
     advice = [f"set shards to at most {fewer} (now {shards})"] if fewer >= world_size else ["use more workers"]
     if isinstance(fragment, RowGroup):
         what = f"row group {fragment.group} of {fragment.path}"
-        most = max(1, HELD_BYTES // (own * len(sources) * source.row_bytes))
+        most = _most_reads(source) * max(1, HELD_BYTES // (own * len(sources) * source.row_bytes))
         advice.insert(0, f"write row groups of at most {most:,} rows (row_group_size)")
     else:
         what = f"what is read at once from {source.row_name(index, 0)} on"
     each_of = f" and each of {len(sources)} sources" if len(sources) > 1 else ""
+    share = "one such piece" if _most_reads(source) == 1 else f"1/{_MOST_READS} of such a piece"
     return (
         f"{what} has {rows:,} rows, {_megabytes(rows * source.row_bytes)}, which is too large for the shuffle: a rank "
-        f"holds about one such piece for each of its {own} logical shards{each_of}, {_megabytes(held)} in all. "
+        f"holds about {share} for each of its {own} logical shards{each_of}, {_megabytes(held)} in all. "
         f"To take less memory, {' or '.join(advice)}"
     )
 

@@ -30,6 +30,8 @@ from .transforms import Transform
 # Ray Data's scheduling takes about 12 ms of this process's CPU per task, whatever its size (Ray 2.60), so row groups
 # are combined up to this size.
 _TASK_BYTES = 16 * 2**20
+# Jobs that threads have not started, or whose rows wait, at most: each takes 2 KB beside its rows, which may be few.
+_WAITING_JOBS = 1000
 # Finished tasks whose rows may wait in Ray's object store, beside those being read. With one or two, Ray Data starts a
 # task only when another's rows have been taken, and its readers idle half of the time (Ray 2.60).
 _WAITING_TASKS = 4
@@ -58,7 +60,9 @@ def read_with_threads(
     rows = 0
     try:
         while True:
-            while (rows < ahead_rows or len(waiting) <= readers) and (job := next(todo, None)):
+            while (len(waiting) <= readers or (rows < ahead_rows and len(waiting) < _WAITING_JOBS)) and (
+                job := next(todo, None)
+            ):
                 waiting.append((pool.submit(read, job, transforms), job.rows))
                 rows += job.rows
             if not waiting:

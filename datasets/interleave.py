@@ -90,7 +90,7 @@ def edges_of(weights: Sequence[float]) -> tuple[int, ...]:
     return 0, *inner[:last], *[_ONE] * (len(weights) - last)
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=4096)
 def _count_below(shard: int, shards: int, rotation: int, rows: int, edge: int) -> int:
     """Return how many of a shard's first `rows` fractions are below `edge`."""
     if edge in (0, _ONE):

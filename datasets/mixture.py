@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from .arrow import Rows, num_rows
 from .errors import DataError
-from .formats.base import DataFormat, Fragment, RowSource
+from .formats.base import DataFormat, Fragment, RowSource, take
 from .interleave import edges_of
 from .mixture_plan import Layout, MixturePlan, OnEnd, lay_out
 from .paths import nearest
@@ -138,6 +138,10 @@ class MixedFragment(NamedTuple):
         if COLUMN in rows:
             raise DataError(f"a source has a column {COLUMN!r}, which a Mixture adds; leave it out with columns=[...]")
         return {**rows, COLUMN: np.full(num_rows(rows), self.source)}
+
+    def take(self, rows: slice | npt.NDArray[np.int64]) -> MixedFragment:
+        """Return some of the rows."""
+        return self._replace(fragment=take(self.fragment, rows))
 
 
 @dataclass(frozen=True)

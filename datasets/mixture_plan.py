@@ -8,7 +8,7 @@ can be evaluated at any position, so the position of a mixture is one number too
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, islice
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .interleave import Interleave, edges_of
-from .plan import Batch, EpochPlan, Read, Tail, shard_range
+from .plan import Batch, EpochPlan, Read, Tail, shard_range, split_reads
 
 OnEnd = Literal["repeat", "stop", "drop"]
 
@@ -162,8 +162,25 @@ class MixturePlan:
         """Return the number of global batches of the epoch."""
         return self._frame.steps(global_batch_size)
 
-    def reads(self, *, rank: int, world_size: int, offset: int = 0, end: int | None = None) -> Iterator[Read]:
-        """Yield the reads of one rank for the samples from `offset` to before `end`, about in the order of need."""
+    def reads(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        offset: int = 0,
+        end: int | None = None,
+        parts: Sequence[int | None] = (),
+    ) -> Iterator[Read]:
+        """Yield the reads of one rank for the samples from `offset` to before `end`, about in the order of need.
+
+        Args:
+            rank: of the reads.
+            world_size: number of ranks.
+            offset: samples of the epoch that all ranks together have consumed.
+            end: the sample that is not needed any more; None for the end of the epoch.
+            parts: rows of a shard that a read of each source returns at most, see `split_reads`; None for all. None
+                given: all of every source.
+        """
         layout, shards = self.layout, np.arange(self.layout.shards)
         first, last = shard_range(layout.shards, rank=rank, world_size=world_size)
         begin, until = np.zeros_like(layout.lengths), np.zeros_like(layout.lengths)
@@ -174,7 +191,16 @@ class MixturePlan:
         places = np.array([*layout.interleave.starts, max(int(rows[1].max()), layout.interleave.starts[-1] + 1)])
         expected = np.array([layout.interleave.expected(int(each)) for each in places])
         needs = [
-            self._source_reads(source, first, last, begin[source], until[source], places, expected[:, source])
+            self._source_reads(
+                source,
+                first,
+                last,
+                begin[source],
+                until[source],
+                places,
+                expected[:, source],
+                parts[source] if parts else None,
+            )
             for source in range(len(layout.lengths))
         ]
         for _, read in heapq.merge(*needs, key=lambda each: each[0]):
@@ -275,6 +301,7 @@ class MixturePlan:
         until: npt.NDArray[np.int64],
         places: npt.NDArray[np.int64],
         expected: npt.NDArray[np.float64],
+        part: int | None,
     ) -> Iterator[tuple[float, Read]]:
         """Yield (estimated row of need, read) of one source's shards, from row `begin` of each to row `until`."""
         lengths, shards = self.layout.lengths[source], self.layout.shards
@@ -289,9 +316,13 @@ class MixturePlan:
         for number in passes:
             done = number * lengths if self.layout.on_end == "repeat" else np.zeros_like(lengths)
             plan = self._pass(source, number)
-            for read in plan.reads_between(
+            reads: Iterable[Read] = plan.reads_between(
                 first, last, np.clip(begin - done, 0, lengths), np.clip(until - done, 0, lengths)
-            ):
+            )
+            if part is not None:
+                # The windows of the sources begin at places that are spread evenly.
+                reads = split_reads(reads, shards=shards, part=part, shift=part * source // len(self.layout.lengths))
+            for read in reads:
                 need = (int(done.sum()) + read.slices[0].first_need) / shards
                 slices = tuple(each._replace(shard=source * shards + each.shard) for each in read.slices)
                 yield float(np.interp(need, expected, places)), Read(before + read.fragment, slices, read.order)

@@ -17,7 +17,7 @@ and therefore the same rows of every step. No array here is as long as an epoch,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -348,6 +348,48 @@ class EpochPlan:
         common = self.rows // self.shards
         longer = np.cumsum(np.diff(self._shard_bounds) > common)
         return np.where(row < common, row * self.shards + shard, common * self.shards + longer[shard] - 1)
+
+
+def split_reads(reads: Iterable[Read], *, shards: int, part: int, shift: int) -> Iterator[Read]:
+    """Yield the same rows by reads that return at most `part` rows of each shard.
+
+    A fragment is then read again whenever its next rows are needed, instead of being held until its last row is used.
+    Time is cut into windows of `part` rows of every shard, so a fragment that is needed by several shards at a time is
+    still read once for all of them. The rows of each shard come in the same order as before.
+
+    Args:
+        reads: in the order of first need.
+        shards: logical shards of the plan.
+        part: rows of a window.
+        shift: row of each shard at which a window begins, so that not all sources of a mixture are read at once.
+    """
+    waiting = iter(reads)
+    following = next(waiting, None)
+    unfinished: list[Read] = []
+    end = 0
+    while unfinished or following is not None:
+        if not unfinished and following is not None:
+            row = following.slices[0].first_need // shards
+            end = (row + part - (row - shift) % part) * shards
+        while following is not None and following.slices[0].first_need < end:
+            unfinished.append(following)
+            following = next(waiting, None)
+        left = []
+        for read in unfinished:
+            now, later = [], []
+            for each in read.slices:
+                middle = min(each.stop, each.start + max(0, -(-(end - each.first_need) // shards)))
+                if each.start < middle:
+                    now.append(each._replace(stop=middle))
+                if middle < each.stop:
+                    need = each.first_need + (middle - each.start) * shards
+                    later.append(each._replace(start=middle, first_need=need))
+            if now:
+                yield read._replace(slices=tuple(now))
+            if later:
+                left.append(read._replace(slices=tuple(later)))
+        unfinished = left
+        end += part * shards
 
 
 def shard_range(shards: int, *, rank: int, world_size: int) -> tuple[int, int]:

@@ -8,21 +8,21 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import count, groupby, islice
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
 from .arrow import Rows
-from .batching import GlobalBatch, ShardBuffers
+from .batching import GlobalBatch, ShardBuffers, limit_reads
 from .engines import read_with_ray, read_with_threads
 from .errors import DataError
 from .formats.base import RowSource
 from .formats.token_budget import rows_are_batches
 from .mixture import MixedSource
 from .mixture_plan import MixturePlan
-from .plan import Batch, EpochPlan, Read, Tail
+from .plan import Batch, EpochPlan, Read, Tail, split_reads
 from .row_groups import ReadJob, read
 from .transforms import Transform
 
@@ -98,7 +98,12 @@ class StreamSpec:
         """Return this rank's reads of an epoch, without those that only the dropped tail needs."""
         plan = self.plan(epoch)
         end = plan.samples(self.global_batch_size, offset=offset)
-        return plan.reads(rank=self.shard.rank, world_size=self.shard.world_size, offset=offset, end=end)
+        rank, world_size = self.shard.rank, self.shard.world_size
+        if isinstance(plan, MixturePlan):
+            return plan.reads(rank=rank, world_size=world_size, offset=offset, end=end, parts=self.read_limits)
+        reads = plan.reads(rank=rank, world_size=world_size, offset=offset, end=end)
+        (part,) = self.read_limits
+        return reads if part is None else split_reads(reads, shards=self.shards, part=part, shift=0)
 
     def job(self, read: Read) -> ReadJob:
         """Return the job of a read."""
@@ -133,13 +138,27 @@ class StreamSpec:
         return read_with_threads(epochs, transforms=self.transforms, readers=self.readers, ahead_rows=self.ahead_rows)
 
     @property
+    def mixed(self) -> list[RowSource]:
+        """The sources that each batch mixes."""
+        if isinstance(self.source, MixedSource) and self.shard.training:
+            return list(self.source.sources.values())
+        return [self.source]
+
+    @cached_property
+    def read_limits(self) -> list[int | None]:
+        """Rows of a shard that a read of each of these sources returns at most; None for all that a fragment has."""
+        return limit_reads(self.mixed, shards=self.shards, world_size=self.shard.world_size)
+
+    @property
     def ahead_rows(self) -> int:
-        """Rows to read ahead: a fragment for each shard of the rank and source, which the start of an epoch needs."""
-        shards = -(-self.shards // self.shard.world_size)
-        if isinstance(self.source, MixedSource):
-            shards *= len(self.source.sources)
-        wave = min(shards * int(self.source.fragment_rows.mean()), self.source.rows // self.shard.world_size)
-        return min(wave, _BYTES_AHEAD // self.source.row_bytes)
+        """Rows to read ahead: one read for each shard of the rank and source, which the start of an epoch needs."""
+        # An epoch starts with half of a limited read, on average.
+        wave = sum(
+            int(each.fragment_rows.mean()) if limit is None else -(-limit // 2)
+            for each, limit in zip(self.mixed, self.read_limits, strict=True)
+        )
+        wave *= -(-self.shards // self.shard.world_size)
+        return min(wave, self.source.rows // self.shard.world_size, _BYTES_AHEAD // self.source.row_bytes)
 
 
 class Prefetcher:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from .arrow import Rows, concat, from_table, to_rows, to_table
 from .cache import Cached, open_data
 from .errors import DataError
-from .formats.base import Fragment
+from .formats.base import Fragment, take
 from .plan import row_order
 from .transforms import Transform, apply, name_of
 
@@ -74,14 +74,9 @@ def read(job: ReadJob, transforms: Sequence[Transform] = ()) -> Rows:
     Raises:
         DataError: the data is missing or has changed, or a transform returned something invalid.
     """
-    rows = job.fragment.read()
-    if job.order is None and len(job.ranges) == 1:
-        start, stop = job.ranges[0]
-        rows = {name: column[start:stop] for name, column in rows.items()}
-    else:
-        wanted = _row_numbers(job)
-        rows = {name: column[wanted] for name, column in rows.items()}
-    return transform(rows, transforms, job)
+    in_order = job.order is None and len(job.ranges) == 1
+    wanted = slice(*job.ranges[0]) if in_order else _row_numbers(job)
+    return transform(take(job.fragment, wanted).read(), transforms, job)
 
 
 def read_group(group: RowGroup) -> pa.Table:

@@ -223,8 +223,7 @@ class Stream:
         self._opened = opened
         if shard.rank == 0 and source.skipped_rows:
             logger.warning("%d damaged rows of %s are skipped", source.skipped_rows, self.data)
-        mixed = list(source.sources.values()) if isinstance(source, MixedSource) and shard.training else [source]
-        large = explain_large_fragments(mixed, shards=shards, world_size=shard.world_size)
+        large = explain_large_fragments(opened.mixed, shards=shards, world_size=shard.world_size)
         if shard.rank == 0 and large is not None:
             logger.warning("%s", large)
         if shard.rank == 0 and (dropped := plan.rows - plan.samples(size)):

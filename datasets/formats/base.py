@@ -6,7 +6,7 @@ Runs in Ray Data's workers too, so it imports neither torch nor Ray.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,36 @@ class Fragment(Protocol):
         Raises:
             DataError: the data is missing, has changed or is damaged. Names the file and the place in it.
         """
+
+
+class SomeRows(NamedTuple):
+    """Some rows of a fragment, in this order; see `take`."""
+
+    fragment: Fragment
+    rows: slice | npt.NDArray[np.int64]
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return len(np.arange(self.fragment.num_rows)[self.rows])
+
+    def read(self) -> Rows:
+        """Return these rows."""
+        return {name: column[self.rows] for name, column in self.fragment.read().items()}
+
+
+def take(fragment: Fragment, rows: slice | npt.NDArray[np.int64]) -> Fragment:
+    """Return some rows of a fragment, by its method `take` if it has one: then only these are fetched and decoded."""
+    own = getattr(fragment, "take", None)
+    taken: Fragment = SomeRows(fragment, rows) if own is None else own(rows)
+    return taken
+
+
+def is_fetched_whole(fragment: Fragment) -> bool:
+    """Return whether each read of some rows fetches all rows of the fragment from a remote storage."""
+    inner = getattr(fragment, "fragment", fragment)  # a mixture wraps the fragments of its sources
+    is_cached = getattr(inner, "cached", None) is not None
+    return "://" in getattr(inner, "path", "") and not is_cached and not hasattr(inner, "take")
 
 
 class RowSource(Protocol):

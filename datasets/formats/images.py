@@ -226,6 +226,16 @@ class ImageFiles(NamedTuple):
         """Number of images."""
         return len(self.names)
 
+    def take(self, rows: slice | npt.NDArray[np.int64]) -> ImageFiles:
+        """Return some of the images, so that the others are not decoded."""
+        at = np.arange(self.num_rows)[rows].tolist()
+        return self._replace(
+            names=tuple(self.names[each] for each in at),
+            sizes=tuple(self.sizes[each] for each in at),
+            labels=None if self.labels is None else self.labels[rows],
+            versions=tuple(self.versions[each] for each in at if self.versions),
+        )
+
     def read(self) -> Rows:
         """Return all images, decoded.
 

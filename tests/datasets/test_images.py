@@ -16,7 +16,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.implementations.zip import ZipFileSystem
 from PIL import Image
 
+from headway.datasets import batching
 from headway.datasets.errors import DataError
+from headway.datasets.formats import images
 from headway.datasets.formats.images import Images
 from headway.datasets.mixture import Mixture
 from headway.datasets.stream import Stream
@@ -195,6 +197,24 @@ def test_without_pillow_the_error_says_what_to_install(folder: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(DataError, match=r"images need Pillow: pip install 'headway\[images\]'"):
         Images(folder).open()
+
+
+def test_only_the_images_that_are_needed_are_decoded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sources, of whose fragments of 16 images each read takes a few."""
+    data = Mixture({"one": (Images(folder), 1), "two": (Images(folder), 1)}, on_end="drop")
+    whole = numbers(data)
+    decoded = []
+    decode = images._decode
+    monkeypatch.setattr(images, "_decode", lambda *args: decoded.append(args) or decode(*args))
+    monkeypatch.setattr(batching, "_MIXED_TIMES", 0)
+    monkeypatch.setattr(batching, "_MIXED_BYTES", 3 * 72 * 2 * 8)
+    stream = Stream(data, engine="threads")
+    stream.setup(shard_info())
+    assert stream._opened is not None
+    reads = list(stream._opened.reads(0, 0))
+    assert all(each.stop - each.start <= 3 for read in reads for each in read.slices)
+    assert numbers(data) == whole
+    assert len(decoded) < 2 * 180, "180, and those of the next epoch that are read ahead"
 
 
 def test_images_are_mixed(folder: Path) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from headway.datasets import prefetch
+from headway.datasets import batching, prefetch
 from headway.datasets.batching import ShardBuffers
+from headway.datasets.cache import Cache
 from headway.datasets.errors import DataError
 from headway.datasets.formats.jsonl import JsonLines
 from headway.datasets.interleave import Interleave, edges_of
@@ -37,7 +40,9 @@ def layout(
     return lay_out(fragments, weights, shards=shards, rotation=7 << 50, rows_per_epoch=total, on_end=on_end)  # type: ignore[arg-type]
 
 
-def global_batches(plan: MixturePlan, *, world_size: int, global_batch_size: int, offset: int = 0) -> list[list[Row]]:
+def global_batches(
+    plan: MixturePlan, *, world_size: int, global_batch_size: int, offset: int = 0, parts: Sequence[int | None] = ()
+) -> list[list[Row]]:
     """Return the rows of each global batch by rank, through the reads and batches of every rank."""
     options: dict[str, Any] = {"world_size": world_size, "offset": offset}
     ranks = []
@@ -45,7 +50,10 @@ def global_batches(plan: MixturePlan, *, world_size: int, global_batch_size: int
     for rank in range(world_size):
         buffers: dict[int, deque[Row]] = defaultdict(deque)
         end = plan.samples(global_batch_size, offset=offset)
-        for read in plan.reads(rank=rank, end=end, **options):
+        for read in plan.reads(rank=rank, end=end, parts=parts, **options):
+            assert not all(parts) or max(each.stop - each.start for each in read.slices) <= max(
+                parts, default=rows.sum()
+            )
             assert read.order is not None
             seed, epoch, fragment = read.order
             order = row_order(int(rows[read.fragment]), seed=seed, epoch=epoch, fragment=fragment, shuffle=True)
@@ -69,6 +77,7 @@ def global_batches(plan: MixturePlan, *, world_size: int, global_batch_size: int
 SOURCES = st.lists(
     st.lists(st.integers(1, 9), min_size=1, max_size=4).filter(lambda rows: sum(rows) >= 6), min_size=1, max_size=4
 )
+PARTS = st.just([]) | st.lists(st.none() | st.integers(1, 6), min_size=4, max_size=4)
 WEIGHTS = st.tuples(*[st.sampled_from([0.1, 0.3, 1.0, 5.0])] * 4)
 
 
@@ -90,6 +99,7 @@ def test_interruptions_and_resizes_change_nothing_and_each_pass_has_every_row_on
                 world_size=data.draw(st.integers(1, shards)),
                 global_batch_size=shards * data.draw(st.integers(1, 3)),
                 offset=len(seen),
+                parts=data.draw(PARTS),
             )
             for batch in batches[: data.draw(st.integers(1, len(batches)))]:
                 seen += batch
@@ -122,6 +132,7 @@ def test_a_source_that_drops_out_leaves_no_row_and_stops_at_no_row_twice(
             world_size=data.draw(st.integers(1, shards)),
             global_batch_size=shards * data.draw(st.integers(1, 3)),
             offset=len(seen),
+            parts=data.draw(PARTS),
         )
         for batch in batches[: data.draw(st.integers(1, len(batches)))]:
             seen += batch
@@ -262,10 +273,11 @@ def test_the_fingerprint_follows_sources_and_weights(sources: Any) -> None:
     assert fewer.explain_change(first.fingerprint) is None
 
 
-def test_100_sources_hold_a_row_group_of_each_for_each_shard_and_no_open_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("group", "limited", "held"), [(8, False, 8), (64, True, 4)])
+def test_100_sources_hold_few_rows_of_each_for_each_shard_and_no_open_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: int, limited: bool, held: int
 ) -> None:
-    """25,600 rows, of which a rank of four logical shards holds about 3,200 to mix them."""
+    """Of 25,600 rows, a rank of four logical shards holds about one row group of each source, or a part of it."""
     made: list[ShardBuffers] = []
 
     class Kept(ShardBuffers):
@@ -276,10 +288,16 @@ def test_100_sources_hold_a_row_group_of_each_for_each_shard_and_no_open_file(
     monkeypatch.setattr(prefetch, "ShardBuffers", Kept)
     sources = {}
     for number in range(100):
-        path = write(tmp_path / f"{number:02d}.parquet", range(256 * number, 256 * (number + 1)), group=8)
+        path = write(tmp_path / f"{number:02d}.parquet", range(256 * number, 256 * (number + 1)), group=group)
         sources[f"{number:02d}"] = (Parquet(path), 1.0)
     stream = Stream(Mixture(sources), engine="threads", shards=4)
     stream.setup(shard_info(global_batch_size=64))
+    whole = []
+    if limited:
+        whole = [batch.micro_batches[0]["id"].tolist() for batch in stream.epoch(0)]
+        made.clear()
+        monkeypatch.setattr(batching, "_MIXED_BYTES", 0)
+        stream.setup(shard_info(global_batch_size=64))
     before, files, rows, seen = len(os.listdir("/proc/self/fd")), [], [], Counter[int]()
     for number, batch in enumerate(stream.epoch(0)):
         files.append(len(os.listdir("/proc/self/fd")) - before)
@@ -287,10 +305,30 @@ def test_100_sources_hold_a_row_group_of_each_for_each_shard_and_no_open_file(
             parts = [part for some in list(made[0]._buffers.values()) for part in list(some)]
             rows.append(sum(stop - start for _, start, stop in parts))
         seen.update(batch.micro_batches[0]["id"].tolist())
+        assert not whole or batch.micro_batches[0]["id"].tolist() == whole[number], "the order is the same"
     stream.close()
     assert len(seen) > 25_000
     assert max(files) <= 4, "the reading threads open a file each, and close it"
-    assert max(rows) <= 2 * 100 * 4 * 8, "one of each, and those that arrive a little early"
+    assert max(rows) <= 2 * 100 * 4 * held, "one of each, and those that arrive a little early"
+
+
+def test_rows_of_a_remote_storage_are_fetched_once_and_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Local files, and remote ones with a cache on a local disk, are read in parts instead."""
+
+    def reads(path: str, **options: Any) -> int:
+        stream = Stream(Mixture({str(number): (Parquet(path, **options), 1.0) for number in range(9)}), shards=4)
+        stream.setup(shard_info())
+        assert stream._opened is not None
+        return len(list(stream._opened.reads(0, 0)))
+
+    local = write(tmp_path / "rows.parquet", range(512), group=64)
+    remote = f"memory://{tmp_path}/rows.parquet"
+    fsspec.filesystem("memory").put(str(local), remote)
+    whole = reads(str(local))
+    monkeypatch.setattr(batching, "_MIXED_BYTES", 0)
+    assert reads(remote) == whole
+    assert reads(str(local)) > 2 * whole
+    assert reads(remote, cache=Cache(tmp_path / "cache")) == reads(str(local))
 
 
 @pytest.mark.parametrize(

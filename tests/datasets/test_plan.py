@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from headway.datasets.errors import DataError
-from headway.datasets.plan import EpochPlan, check_shards, default_shards, permutation, row_order
+from headway.datasets.plan import EpochPlan, check_shards, default_shards, permutation, row_order, split_reads
 
 FRAGMENTS = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(lambda rows: sum(rows) > 0)
 SHARDS = st.integers(1, 12)
@@ -28,12 +28,18 @@ def rank_batches(
     global_batch_size: int,
     micro_batch_size: int | None = None,
     offset: int = 0,
+    part: int | None = None,
 ) -> list[tuple[list[Row], tuple[int, ...], int]]:
     """Return one rank's part of each batch: rows as (fragment, row), micro-batch sizes, and rows over all ranks."""
     buffers: dict[int, deque[Row]] = defaultdict(deque)
     need_before = -1
-    for read in plan.reads(rank=rank, world_size=world_size, offset=offset):
-        assert read.slices[0].first_need >= need_before, "reads come in the order of first need"
+    reads = plan.reads(rank=rank, world_size=world_size, offset=offset)
+    if part is not None:
+        reads = list(split_reads(reads, shards=plan.shards, part=part, shift=plan.seed % part))
+        assert all(each.stop - each.start <= part for read in reads for each in read.slices)
+    for read in reads:
+        window = 0 if part is None else part * plan.shards
+        assert read.slices[0].first_need >= need_before - window, "reads come in the order of first need"
         need_before = read.slices[0].first_need
         order = row_order(
             int(plan.fragment_rows[read.fragment]),
@@ -61,7 +67,7 @@ def rank_batches(
     ]
 
 
-def global_batches(plan: EpochPlan, *, world_size: int, **options: int) -> list[list[Row]]:
+def global_batches(plan: EpochPlan, *, world_size: int, **options: int | None) -> list[list[Row]]:
     """Return the rows of each global batch, by rank; checks what must be equal on all ranks."""
     ranks = [rank_batches(plan, rank=rank, world_size=world_size, **options) for rank in range(world_size)]  # type: ignore[arg-type]
     assert len({len(batches) for batches in ranks}) == 1, "equally many global batches on every rank"
@@ -98,6 +104,7 @@ def test_any_interruptions_and_resizes_deliver_every_row_once(
             global_batch_size=shards * data.draw(st.integers(1, 4)),  # may change at every interruption
             micro_batch_size=data.draw(st.integers(1, 8)),
             offset=len(seen),
+            part=data.draw(st.none() | st.integers(1, 20)),
         )
         stop = data.draw(st.integers(1, len(batches)))
         seen += [row for batch in batches[:stop] for row in batch]

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -390,6 +391,19 @@ def test_resuming_reads_nothing_of_what_was_consumed(tmp_path: Path) -> None:
     assert first_reads[1] <= first_reads[0]
 
 
+def test_rows_that_would_take_too_much_memory_are_read_again(
+    tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row groups of 500 rows, of which a rank holds 8 x 500, or 8 x 32."""
+    write(tmp_path / "large.parquet", range(5000), group=500)
+    whole = steps(tmp_path, world_size=2)
+    monkeypatch.setattr(batching, "HELD_BYTES", 1000)
+    assert steps(tmp_path, engine=engine)[:300] + steps(tmp_path, offset=2400, world_size=2) == whole
+    stream = opened(tmp_path)
+    assert stream._opened is not None
+    assert max(each.stop - each.start for read in stream._opened.reads(0, 0) for each in read.slices) == 32
+
+
 def test_transforms_run_in_order_and_keep_the_rows(folder: Path, engine: str) -> None:
     def shift(rows: dict[str, np.ndarray]) -> dict[str, Any]:
         return {**rows, "label": rows["tokens"][:, 1:] + 1}
@@ -562,18 +576,28 @@ def test_row_groups_that_are_too_large_for_the_shuffle_are_named(
     write(folder / "large.parquet", range(103, 203), group=100)
     data = Parquet(folder)
     row_bytes = data.open().row_bytes
-    held = 100 + 5 * 16 + 2 * 8  # the eight largest of nine row groups, for eight logical shards
-    monkeypatch.setattr(batching, "HELD_BYTES", held * row_bytes)
+    # Seven rows of a row group (of at most 100) for each of eight logical shards, because it is read 16 times at most.
+    monkeypatch.setattr(batching, "HELD_BYTES", 8 * 7 * row_bytes)
     assert warnings(data) == []
-    monkeypatch.setattr(batching, "HELD_BYTES", held * row_bytes - 1)
+    monkeypatch.setattr(batching, "HELD_BYTES", 8 * 7 * row_bytes - 1)
     (line,) = warnings(data)
     assert line.startswith(f"row group 0 of {folder}/large.parquet has 100 rows, 0 MB, which is too large")
-    assert line.endswith("write row groups of at most 24 rows (row_group_size) or set shards to at most 7 (now 8)")
+    assert "holds about 1/16 of such a piece for each of its 8 logical shards," in line
+    assert line.endswith("write row groups of at most 96 rows (row_group_size) or set shards to at most 7 (now 8)")
     assert "\n" not in line
     assert warnings(data, rank=1, world_size=2) == [], "by one rank"
     assert warnings(data, world_size=8) == [], "a rank with one shard holds one row group"
     mixture = Mixture({"one": (data, 1), "two": (Parquet(folder / "a.parquet"), 1)})
     assert "each of its 8 logical shards and each of 2 sources" in warnings(mixture)[0]
+    remote = f"memory://{folder}"
+    fsspec.filesystem("memory").put(str(folder), remote, recursive=True)
+    held = 100 + 5 * 16 + 2 * 8  # the eight largest of nine row groups, which are fetched once
+    monkeypatch.setattr(batching, "HELD_BYTES", held * row_bytes)
+    assert warnings(Parquet(remote)) == []
+    monkeypatch.setattr(batching, "HELD_BYTES", held * row_bytes - 1)
+    (line,) = warnings(Parquet(remote))
+    assert "holds about one such piece for each of its 8 logical shards," in line
+    assert line.endswith("write row groups of at most 24 rows (row_group_size) or set shards to at most 7 (now 8)")
     (tmp := folder.parent / "lines.jsonl").write_text("".join(f'{{"id": {row}}}\n' for row in range(100)))
     monkeypatch.setattr(batching, "HELD_BYTES", 10)
     (line,) = warnings(JsonLines(tmp), world_size=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 import warnings
 import weakref
@@ -29,6 +30,7 @@ _NOT_THE_USERS = (
 """Files of frames that are not named: torch, its decorators for deprecated functions, and this module."""
 _FROM_VALUES = (torch.tensor, torch.as_tensor, torch.asarray)
 """They call no operator on the meta device, so that a `TorchDispatchMode` does not see them."""
+_IS_META = inspect.getattr_static(torch.Tensor, "is_meta").__get__
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +61,17 @@ class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
         self._outermost: FrameType | None = None
         self.loaded: Writer | None = None
-        self._literals = _Literals(self)
+        self._unseen = _Unseen(self)
 
     def __enter__(self) -> ValueTracker:
         self._outermost = sys._getframe(1)
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._literals.__enter__()  # type: ignore[no-untyped-call]
+        self._unseen.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._outermost = None
-        self._literals.__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._unseen.__exit__(*exception)  # type: ignore[no-untyped-call]
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -92,7 +94,7 @@ class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def record(self, tensor: torch.Tensor, writer: Writer) -> None:
-        """Record the writer of a new tensor."""
+        """Record the writer of a tensor that no operator has changed."""
         self._made[id(tensor)] = weakref.ref(tensor)
         self._writers[tensor.untyped_storage()] = writer
 
@@ -156,8 +158,13 @@ class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Writer(_resetting(inner, self._outermost), place)
 
 
-class _Literals(TorchFunctionMode):
-    """Reports tensors on the meta device that were made from Python values, such as `torch.tensor(0.5)`."""
+class _Unseen(TorchFunctionMode):
+    """Reports what a `TorchDispatchMode` does not see on the meta device.
+
+    These are tensors that were made from Python values, such as `torch.tensor(0.5)`, and those that functions of
+    `torch.nn.init` would change: `orthogonal_`, `trunc_normal_`, `sparse_` and `dirac_` ask whether a tensor is on the
+    meta device, and then return without an operator.
+    """
 
     def __init__(self, tracker: ValueTracker) -> None:
         super().__init__()
@@ -167,6 +174,8 @@ class _Literals(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func in _FROM_VALUES and result.is_meta and not any(True for _ in _tensors(args)):
             self._tracker.record(result, self._tracker.find_writer())
+        elif func == _IS_META and result and sys._getframe(1).f_code.co_filename == nn.init.__file__:
+            self._tracker.record(args[0], self._tracker.find_writer())
         return result
 
 

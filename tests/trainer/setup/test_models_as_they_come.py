@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -98,6 +99,26 @@ class Reads(nn.Sequential):
         self.rates = [x.item() for x in torch.linspace(0, 0.1, 3)]
 
 
+def _initialized_by(function: Callable[[torch.Tensor], Any], *, data: bool = False) -> Callable[[], nn.Module]:
+    """Return a maker of a model that changes a weight by a function of `torch.nn.init`."""
+
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(6, 6), nn.Conv1d(6, 3, 1), nn.Flatten())
+        weight = model[1].weight if function is nn.init.dirac_ else model[0].weight
+        function(weight.data if data else weight)
+        return nn.Sequential(nn.Unflatten(1, (1, 6)), model[0], nn.Flatten(), nn.Unflatten(1, (6, 1)), *model[1:])
+
+    return make
+
+
+class Truncates(nn.Linear):
+    """Its `reset_parameters` does the same again."""
+
+    def reset_parameters(self) -> None:
+        nn.init.trunc_normal_(self.weight, std=0.02)
+        nn.init.zeros_(self.bias)
+
+
 class HeadTied(nn.Module):
     """The head has the embedding's weight, whose values come from the embedding, which is reset before the head."""
 
@@ -186,6 +207,12 @@ BUILT_FOR_REAL: dict[str, Callable[[], nn.Module]] = {
     ".to(device)": _on_device,
     "values in part": _in_part,
     "weight_norm": _parametrized,
+    "orthogonal_": _initialized_by(nn.init.orthogonal_),
+    "orthogonal_ of .data": _initialized_by(nn.init.orthogonal_, data=True),
+    "trunc_normal_": _initialized_by(nn.init.trunc_normal_),
+    "sparse_": _initialized_by(partial(nn.init.sparse_, sparsity=0.5)),
+    "dirac_": _initialized_by(nn.init.dirac_),
+    "eye_": _initialized_by(nn.init.eye_),
 }
 
 BUILT_ON_META: dict[str, Callable[[], nn.Module]] = {
@@ -197,6 +224,7 @@ BUILT_ON_META: dict[str, Callable[[], nn.Module]] = {
     "PReLU": lambda: nn.Sequential(nn.Linear(6, 3), nn.PReLU()),
     "another dtype": lambda: nn.Linear(6, 3).double(),
     "several": lambda: Deep(4, 0.1),
+    "trunc_normal_ in reset_parameters": lambda: Truncates(6, 3),
 }
 
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from ..checkpoints.model_state import named_state_tensors
 from ..distributed.dtensor import to_dtensor_like, to_full_tensor, to_local
+from ..distributed.fsdp import reshard
 from ..errors import CheckpointError, ConfigError
 from ..private_torch import foreach_lerp_
 from .base import Callback
@@ -209,10 +209,7 @@ class Ema(Callback):
     @torch.no_grad()
     def _write(self, values: list[torch.Tensor]) -> None:
         # A forward pass without backward leaves parameters gathered, and the next one would use the stale copy.
-        for model in self._models.values():
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+        reshard(self._models.values())
         for weight, value in zip(self._weights(), values, strict=True):
             weight.copy_(value)
 

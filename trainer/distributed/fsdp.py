@@ -66,6 +66,8 @@ def shard_fully(
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.cpu_offload else OffloadPolicy()
     # Innermost first: fully_shard skips the parameters of modules that are already sharded.
     roots = callable_roots(model)
+    # By default torch leaves a root gathered, since its backward pass comes next; that of a frozen model never comes.
+    reshards_root = None if any(parameter.requires_grad for parameter in model.parameters()) else True
     for module in (*reversed(blocks), *(each for each in roots if not any(each is block for block in blocks))):
         whole = _not_shardable(module)
         for apart in _of_another_dtype(module, casts, whole):
@@ -76,7 +78,7 @@ def shard_fully(
                 mesh=mesh,
                 mp_policy=policy,
                 offload_policy=offload,
-                reshard_after_forward=None if module in roots else config.reshard_after_forward,
+                reshard_after_forward=reshards_root if module in roots else config.reshard_after_forward,
                 ignored_params=whole,
             )
         except ValueError as error:
@@ -115,11 +117,22 @@ def whole_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters of a sharded model that every rank holds whole; none of another model."""
     if not sharded_roots(model):
         return set()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # After a forward pass, those of the outermost unit are still gathered.
-            module.reshard()
+    reshard([model])
     return {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
+
+
+def reshard(models: Iterable[nn.Module]) -> None:
+    """Free the gathered weights that a forward pass without a backward pass has left in the outermost unit of a model.
+
+    Otherwise they would be outdated after the next update, and what is written into them would be lost.
+    """
+    for unit in units_of(models):
+        unit.reshard()
+
+
+def units_of(models: Iterable[nn.Module]) -> list[FSDPModule]:
+    """Return the modules of some models that FSDP2 gathers at a time."""
+    return [each for model in models for each in model.modules() if isinstance(each, FSDPModule)]
 
 
 def reduce_unused(models: Iterable[nn.Module]) -> None:
@@ -208,11 +221,19 @@ def sync_buffers(model: nn.Module, world: World) -> None:
 
 
 def add_shard_advice(error: BaseException) -> None:
-    """Add a note to torch's error about a part of a sharded model that is not gathered."""
-    if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
+    """Add a note to torch's errors about weights of a sharded model that are not gathered."""
+    if not isinstance(error, RuntimeError):
+        return
+    if "mixed torch.Tensor and DTensor" in str(error):
         error.add_note(
             "a part of the model was called by itself, and under FSDP2 it has only the shards of its weights: call it "
-            "in forward or another method of the model, or name its class in parallel.shard_modules"
+            "in forward or another method of the model, or name its class in parallel.shard_modules. Or weights were "
+            "used in training_step after a forward pass: use them in on_step_end, when those of all models are shards"
+        )
+    elif "setStorage" in str(error) and "storage of size 0" in str(error):
+        error.add_note(
+            "under FSDP2 a backward pass frees the gathered weights, so that it cannot be differentiated again "
+            "(create_graph=True): use parallel.strategy='ddp'"
         )
 
 

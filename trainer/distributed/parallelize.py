@@ -34,6 +34,8 @@ from .mesh import Mesh
 from .mesh_sizes import MeshSizes
 from .world import World
 
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+
 
 def shard(model: nn.Module, config: ParallelConfig, *, precision: Precision, world: World, mesh: Mesh) -> None:
     """Prepare a model in place: all steps up to the initialisation of weights. Every rank must call this.
@@ -148,11 +150,12 @@ def check_strategy(config: ParallelConfig, world: World) -> None:
         )
 
 
-def check_modules(models: Mapping[str, nn.Module], config: ParallelConfig) -> None:
-    """Check that models are not wrapped yet, and that they contain the modules that the config names.
+def check_modules(models: Mapping[str, nn.Module], config: ParallelConfig, world: World) -> None:
+    """Check that models are not wrapped yet, contain the modules that the config names, and suit several ranks.
 
     Raises:
-        ConfigError: a model is already wrapped, or a module is missing; the message lists the existing ones.
+        ConfigError: a model is already wrapped, a module is missing (the message lists the existing ones), or a module
+            changes its weights in forward, on each rank otherwise.
     """
     for name, model in models.items():
         if isinstance(model, (DistributedDataParallel, nn.DataParallel)):
@@ -166,6 +169,12 @@ def check_modules(models: Mapping[str, nn.Module], config: ParallelConfig) -> No
                 raise ConfigError(
                     f"{f'{name}.{path}'.rstrip('.')} is a {type(module).__name__}, whose shape is unknown until a "
                     "forward pass: create the module with its sizes, or call the model on a batch in configure_models()"
+                )
+            if world.size > 1 and getattr(module, "max_norm", None) is not None and isinstance(module, _EMBEDDINGS):
+                raise ConfigError(
+                    f"{f'{name}.{path}'.rstrip('.')} is an {type(module).__name__} with max_norm, which shrinks the "
+                    "rows that a rank looks up, and not those of the other ranks: leave it out, and shrink all rows "
+                    "in on_step_end, or train on one rank"
                 )
         if compiled_module(model) is not None and config.strategy in ("fsdp", "hsdp"):
             raise ConfigError(

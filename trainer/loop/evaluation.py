@@ -13,7 +13,7 @@ import torch
 from ..callbacks.base import CallbackList
 from ..data.protocols import BatchStream, GlobalBatch, LoadedBatch
 from ..data.tree import move
-from ..distributed.fsdp import sync_buffers
+from ..distributed.fsdp import reshard, sync_buffers
 from ..distributed.world import World
 from ..errors import ConfigError, DataError, StepError
 from ..exact.numerics import Numerics
@@ -256,6 +256,7 @@ def evaluating(ctx: RunContext) -> Iterator[None]:
         with torch.no_grad(), ctx.callbacks.evaluation_context():
             yield
     finally:
+        reshard(ctx.models.values())
         ctx.mode.training = was_training
         for module, mode in modes:
             module.training = mode

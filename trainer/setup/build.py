@@ -144,7 +144,7 @@ def make_models(program: Program, ctx: RunContext, numerics: Numerics, *, shapes
     # A callback may have replaced a model.
     ctx.models.update({name: getattr(program, name) for name in ctx.models})
     freeze(ctx.models, ctx.config.freeze)
-    parallelize.check_modules(ctx.models, ctx.config.parallel)
+    parallelize.check_modules(ctx.models, ctx.config.parallel, ctx.world)
     numerics.check_models(ctx.models)
     if ctx.world.is_main:
         _warn_of_hidden_modules(ctx.models)

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from ..callbacks.base import CallbackList
 from ..checkpoints.model_state import ModelState, named_state_tensors
 from ..data.tree import map_tensors
 from ..distributed.dtensor import to_local
+from ..distributed.fsdp import reshard
 from ..errors import CheckpointError
 
 
@@ -132,7 +132,7 @@ class BorrowedWeights:
                 for value, was in zip(tensors, before, strict=True):
                     to_local(value).copy_(was)
             callbacks.load_state_dict(states)
-            _reshard(self._models)
+            reshard(self._models.values())
 
 
 class _EvaluationState:
@@ -155,14 +155,6 @@ class _EvaluationState:
         for key, callback in self._callbacks.items():
             if key in state_dict:
                 callback.load_state_dict(state_dict[key])
-
-
-def _reshard(models: Mapping[str, nn.Module]) -> None:
-    """Make the next forward pass gather sharded weights: the last one may have left them gathered."""
-    for model in models.values():
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
 
 def _list(names: Sequence[str]) -> str:

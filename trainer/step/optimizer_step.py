@@ -18,14 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..data.protocols import GlobalBatch
 from ..data.tree import map_tensors, move
 from ..distributed.ddp import ReplicatedModule
-from ..distributed.fsdp import reduce_unused, sharded_roots, whole_parameters
+from ..distributed.fsdp import reduce_unused, sharded_roots, units_of, whole_parameters
 from ..distributed.parallelize import without_gradient_sync
 from ..errors import ConfigError, StepError
 from ..loop.context import RunContext
@@ -118,6 +117,7 @@ class OptimizerStep:
             _unknown_to_ddp(self._models.values()) if self._world.size > 1 else frozenset()
         )
         self._sharded = {name: model for name, model in self._models.items() if sharded_roots(model)}
+        self._units = units_of(self._sharded.values())
         self._whole = {parameter for model in self._sharded.values() for parameter in whole_parameters(model)}
         if ctx.config.parallel.find_unused_parameters:
             reduce_unused(self._sharded.values())
@@ -425,6 +425,7 @@ class OptimizerStep:
 
     def _step_accumulated(self) -> None:
         """Step all optimizers, unless the user's steps have done so."""
+        self._reshard()
         if self._skips_update:
             self._rejection = "training_step returned no loss"
         elif not self._stepped:
@@ -432,6 +433,11 @@ class OptimizerStep:
         else:
             # The loss of one model may have left gradients in another, such as a generator's in its critic.
             zero_gradients(self._optimizers)
+
+    def _reshard(self) -> None:
+        """Free gathered weights, see `fsdp.reshard`; for every update, so without a search for the modules."""
+        for unit in self._units:
+            unit.reshard()
 
     def _forward_backward(self, micro_batch: Any, batch_idx: int) -> Mapping[str, Any]:
         is_first = bool(self._not_yet_checked)
@@ -500,10 +506,7 @@ class OptimizerStep:
         for model in self._replicated:
             # DDP reduces no gradient of this forward pass.
             model.reduces_itself = False
-        for module in (each for model in self._models.values() for each in model.modules()):
-            if isinstance(module, FSDPModule):
-                # What a backward pass does: gathered weights would be outdated after the next update.
-                module.reshard()
+        self._reshard()  # as a backward pass does
         return True
 
     def _backward(self, loss: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from headway.trainer import StepError, World
+from headway.trainer import ConfigError, ParallelConfig, StepError, World
+from headway.trainer.distributed.parallelize import check_modules
 from tests.distributed import run_on_ranks
 from tests.tiny import TinyTrainer, weights
-from tests.trainer.distributed.test_parallelize import _config
+from tests.trainer.distributed.test_parallelize import _config, _of
 
 
 class Holder(nn.Module):
@@ -40,6 +43,54 @@ class CallsAPart(TinyTrainer):
         return self.model.first(batch["x"]).square().mean()
 
 
+class Averages(TinyTrainer):
+    """A teacher that follows the model, by hand."""
+
+    averages_in = "on_step_end"
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
+
+    def follow(self, place: str) -> None:
+        if self.averages_in == place and self.training:
+            with torch.no_grad():
+                for average, weight in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
+                    average.lerp_(weight, 0.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.follow("before forward")
+        with torch.no_grad():
+            target = self.teacher(batch["x"])
+        loss = F.mse_loss(self.model(batch["x"]), target + 1)
+        self.follow("after forward")
+        return loss
+
+    def on_step_end(self) -> None:
+        self.follow("on_step_end")
+
+
+class AveragesBefore(Averages):
+    averages_in = "before forward"
+
+
+class AveragesAfter(Averages):
+    averages_in = "after forward"
+
+
+class Penalizes(TinyTrainer):
+    """A gradient penalty, which differentiates a backward pass."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs = batch["x"].clone().requires_grad_()
+        loss = self.model(inputs).square().mean()
+        (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
+        return loss + gradient.square().sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"output": self.model(batch["x"]).mean()}
+
+
 class Assigns(TinyTrainer):
     def on_step_end(self) -> None:
         for parameter in self.model.parameters():
@@ -56,8 +107,9 @@ def _train(world: World) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for strategy in ("ddp", "fsdp"):
         config = _config(strategy=strategy)
-        for cls in (Distils, ChangesInPlace):
-            trainer = cls(config, world=world)
+        for cls in (Distils, ChangesInPlace, Averages, AveragesBefore):
+            # An evaluation is a forward pass without a backward pass.
+            trainer = cls(replace(config, max_steps=4, evaluate_every="1 steps"), world=world)
             trainer.fit()
             found[f"{cls.__name__}/{strategy}"] = weights(trainer)
     Assigns(_config(strategy="ddp"), world=world).fit()
@@ -66,11 +118,28 @@ def _train(world: World) -> dict[str, Any]:
     with pytest.raises(RuntimeError, match="DTensor") as raised:
         CallsAPart(_config(strategy="fsdp"), world=world).fit()
     assert "call it in forward or another method of the model" in "".join(raised.value.__notes__)
+    AveragesAfter(_config(strategy="ddp"), world=world).fit()
+    with pytest.raises(RuntimeError, match="DTensor") as raised:
+        AveragesAfter(_config(strategy="fsdp"), world=world).fit()
+    assert "use them in on_step_end" in "".join(raised.value.__notes__)
+    Penalizes(_config(strategy="ddp"), world=world).fit()
+    with pytest.raises(RuntimeError, match="setStorage") as raised:
+        Penalizes(_config(strategy="fsdp"), world=world).fit()
+    assert "create_graph=True): use parallel.strategy='ddp'" in "".join(raised.value.__notes__)
     return found
 
 
 def test_parts_of_a_model_that_only_holds_them_are_sharded_and_mistakes_are_named() -> None:
     for found in run_on_ranks(_train, 2):
-        for name in ("Distils", "ChangesInPlace"):
+        for name in ("Distils", "ChangesInPlace", "Averages", "AveragesBefore"):
             for key, value in found[f"{name}/ddp"].items():
                 torch.testing.assert_close(found[f"{name}/fsdp"][key], value, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_an_embedding_that_each_rank_would_shrink_otherwise_is_refused(strategy: Any) -> None:
+    model = nn.Sequential(nn.Embedding(9, 6, max_norm=1.0), nn.Linear(6, 3))
+    config = ParallelConfig(strategy=strategy)
+    check_modules({"model": model}, config, _of(1))
+    with pytest.raises(ConfigError, match=r"model\.0 is an Embedding with max_norm.*shrink all rows in on_step_end"):
+        check_modules({"model": model}, config, _of(2))

@@ -328,7 +328,7 @@ def test_rows_of_a_remote_storage_are_fetched_once_and_held(tmp_path: Path, monk
     monkeypatch.setattr(batching, "_MIXED_BYTES", 0)
     assert reads(remote) == whole
     assert reads(str(local)) > 2 * whole
-    assert reads(remote, cache=Cache(tmp_path / "cache")) == reads(str(local))
+    assert reads(remote, cache=Cache(tmp_path / "cache", max_bytes=2**20)) == reads(str(local))
 
 
 @pytest.mark.parametrize(

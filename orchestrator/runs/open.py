@@ -8,7 +8,7 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from headway.trainer.config import MAY_CHANGE
@@ -215,7 +215,7 @@ def _begin_sweep(experiment: Experiment, folder: Folder, settings: dict[str, Any
             claim=claim,
             **settings,
         )
-        folder.write(SWEEP_RECORD, json.dumps(asdict(record), indent=2) + "\n", durable=True)
+        folder.write(SWEEP_RECORD, record.to_json(), durable=True)
         return Sweep(folder.place)
     sweep = Sweep(folder.place)
     _check_sweep_settings(sweep, settings, experiment)

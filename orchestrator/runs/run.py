@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar
 
 from headway.trainer.errors import ConfigError
 from headway.trainer.ownership.claim import Ownership
@@ -79,27 +80,60 @@ class Driver:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
-    """The content of `run.json`. Times are UTC, in ISO 8601.
+class BaseRecord:
+    """What the records of a run and of a sweep have in common. Times are UTC, in ISO 8601.
 
     Attributes:
         id: unique id; a new run of the same name has another one.
-        name: name of the run and of its folder.
+        name: name of the run or the sweep, and of its folder.
         status: still "running" after the driver died; use `Run.status`.
         reason: why it ended, as text.
+        created, started, ended: time of the first start, of the last start, and of its end.
+        driver: the process that drives it or drove it last.
+        claim: id of that process's claim on the folder.
+    """
+
+    id: str
+    name: str
+    status: RunStatus = "running"
+    reason: str = ""
+    created: str
+    started: str
+    ended: str | None = None
+    driver: Driver
+    claim: str = ""
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Parse a record, ignoring unknown fields of later versions."""
+        plain = json.loads(text)
+        settings = {name: plain[name] for name in cls.__dataclass_fields__.keys() & plain.keys()}
+        return cls(**{**settings, "driver": Driver(**settings["driver"])})
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the record as JSON values that must not be modified: `asdict`, which copies, is slow."""
+        return {**vars(self), "driver": vars(self.driver)}
+
+    def to_json(self) -> str:
+        """Return the record as JSON text."""
+        return json.dumps(self.to_plain(), indent=2) + "\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record(BaseRecord):
+    """The content of `run.json`.
+
+    Attributes:
         trainer: target of the class.
         workers: ranks of the last attempt.
         min_workers, max_workers: the fewest and the most workers of the config; 0 in records of earlier versions.
         attempts: number of worker groups so far.
         preemptions, failures: number of attempts that ended by preemption, and by a failure.
-        created, started, ended: time of the first start, of the last start, and of its end.
         steps, epochs, samples, tokens, metrics: progress at the end.
         last_checkpoint, best_checkpoint, best_metric, best_step: checkpoints at the end.
         resumed_from: the checkpoint from which the last attempt resumed.
         data_guarantee: how exactly a resumed run finds its position in the training data.
         error: the failure as one line.
-        driver: the process that drives it or drove it last.
-        claim: id of that process's claim on the folder.
         versions: of Python and packages.
         git: commit of the current directory, and whether it had changes.
         hardware: the machine on which it was started.
@@ -113,10 +147,6 @@ class Record:
         changes: config fields that changed between starts, each as "path: before -> after".
     """
 
-    id: str
-    name: str
-    status: RunStatus
-    reason: str = ""
     trainer: str
     workers: int
     min_workers: int = 0
@@ -124,9 +154,6 @@ class Record:
     attempts: int = 0
     preemptions: int = 0
     failures: int = 0
-    created: str
-    started: str
-    ended: str | None = None
     steps: int = 0
     epochs: int = 0
     samples: int = 0
@@ -139,8 +166,6 @@ class Record:
     resumed_from: str | None = None
     data_guarantee: Guarantee = "none"
     error: str | None = None
-    driver: Driver
-    claim: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     git: dict[str, Any] = field(default_factory=dict)
     hardware: dict[str, Any] = field(default_factory=dict)
@@ -151,64 +176,99 @@ class Record:
     defaults: dict[str, str | None] = field(default_factory=dict)
     changes: list[str] = field(default_factory=list)
 
-    @classmethod
-    def from_json(cls, text: str) -> Record:
-        """Parse a record, ignoring unknown fields of later versions."""
-        plain = json.loads(text)
-        settings = {name: plain[name] for name in cls.__dataclass_fields__.keys() & plain.keys()}
-        return cls(**{**settings, "driver": Driver(**settings["driver"])})
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return the record as JSON values that must not be modified: `asdict`, which copies, is slow."""
-        return {**vars(self), "driver": vars(self.driver)}
-
     def all_changes(self) -> list[str]:
         """Return a line for every change that a start has accepted, of the config and of the data."""
         return [*self.changes, *self.data.get("changes", ())]
 
-    def to_json(self) -> str:
-        """Return the record as JSON text."""
-        return json.dumps(self.to_plain(), indent=2) + "\n"
+
+RecordT = TypeVar("RecordT", bound=BaseRecord)
 
 
-class Run:
-    """A run in its folder.
+class RecordedFolder(Generic[RecordT]):
+    """The folder of a run or a sweep: its record, which only the driver that owns it writes.
 
     Args:
-        run_dir: an absolute path, a URI, or the folder itself.
+        place: an absolute path, a URI, or the folder itself.
 
     Attributes:
         ownership: this process's claim on the folder; None if it only reads.
 
     Raises:
-        ConfigError: there is no run.
+        ConfigError: there is no run or no sweep.
         StorageError: its record cannot be read; a `DamagedRecordError` if it cannot be parsed.
     """
 
-    def __init__(self, run_dir: str | Folder) -> None:
-        self.folder = Folder(run_dir) if isinstance(run_dir, str) else run_dir
+    _KIND: ClassVar[str]
+    _FILE: ClassVar[str]
+    _record_type: type[RecordT]
+
+    def __init__(self, place: str | Folder) -> None:
+        self.folder = Folder(place) if isinstance(place, str) else place
         self.ownership: Ownership | None = None
-        text = self.folder.read(RUN_RECORD)
+        text = self.folder.read(self._FILE)
         if text is None:
-            raise ConfigError(f"there is no run in {self.folder.place}")
+            raise ConfigError(f"there is no {self._KIND} in {self.folder.place}")
         try:
-            self.record = Record.from_json(text)
+            self.record = self._record_type.from_json(text)
         except (ValueError, TypeError, KeyError) as error:
             raise DamagedRecordError(
-                f"{self.folder.path(RUN_RECORD)} is damaged ({error}): repair it, or remove the folder"
+                f"{self.folder.path(self._FILE)} is damaged ({error}): repair it, or remove the folder"
             ) from error
+
+    @property
+    def status(self) -> RunStatus:
+        """The status; "interrupted" if the driver died without recording the end."""
+        if self.record.status == "running" and not self.record.driver.is_alive:
+            return "interrupted"
+        return self.record.status
+
+    @property
+    def lease(self) -> str:
+        """The lease of the driver that owns the folder."""
+        return lease_of(self.record.to_plain())
+
+    def check_lease(self) -> None:
+        """Check that no other driver has taken the lease, as it may after this one missed its heartbeats.
+
+        Raises:
+            RunConflictError: another driver owns the folder.
+            StorageError: the record cannot be read.
+        """
+        if lease_taken(self.folder, self.lease, self._FILE):
+            raise RunConflictError(takeover_message(self.folder, self._KIND))
+
+    def update(self, **changes: Any) -> None:
+        """Change the record and write it. Only the driver may call this; passing `driver` takes the lease.
+
+        Raises:
+            RunConflictError: another driver has taken the lease; its record is not changed.
+        """
+        if "driver" not in changes:
+            self.check_lease()
+        driver = replace(changes.pop("driver", self.record.driver), heartbeat=time.time())
+        self.record = replace(self.record, driver=driver, **changes)
+        self.folder.write(self._FILE, self.record.to_json(), durable=True)
+
+    def release(self) -> None:
+        """Give the folder up, at the end of a start, so that another process may start it."""
+        if self.ownership is not None:
+            self.ownership.release()
+
+    def beat(self) -> None:
+        """Write the record with a new heartbeat, if one is due."""
+        if time.time() - self.record.driver.heartbeat > HEARTBEAT_S:
+            self.update()
+
+
+class Run(RecordedFolder[Record]):
+    """A run in its folder."""
+
+    _KIND, _FILE, _record_type = "run", RUN_RECORD, Record
 
     @property
     def run_dir(self) -> str:
         """The run's folder, an absolute path or a URI."""
         return self.folder.place
-
-    @property
-    def status(self) -> RunStatus:
-        """The status of the run; "interrupted" if its driver died."""
-        if self.record.status == "running" and not self.record.driver.is_alive:
-            return "interrupted"
-        return self.record.status
 
     @property
     def reason(self) -> str:
@@ -224,11 +284,6 @@ class Run:
         return self.record.status == "completed" or (
             self.record.status == "stopped" and read_stop_request(self.folder) is None
         )
-
-    @property
-    def lease(self) -> str:
-        """The lease of the driver that owns the run."""
-        return lease_of(self.record.to_plain())
 
     def experiment(self, target: str | None = None) -> Experiment:
         """Return the recorded experiment, to start the same run again.
@@ -254,44 +309,33 @@ class Run:
             )
         return from_plain({**plain, "trainer": target})
 
-    def check_lease(self) -> None:
-        """Check that no other driver has taken the lease, as it may after this one missed its heartbeats.
-
-        Raises:
-            RunConflictError: another driver owns the run.
-            StorageError: the record cannot be read.
-        """
-        if lease_taken(self.folder, self.lease, RUN_RECORD):
-            raise RunConflictError(takeover_message(self.folder, "run"))
-
-    def update(self, **changes: Any) -> None:
-        """Change the record and write it. Only the driver may call this; passing `driver` takes the lease.
-
-        Raises:
-            RunConflictError: another driver has taken the lease; its record is not changed.
-        """
-        if "driver" not in changes:
-            self.check_lease()
-        driver = replace(changes.pop("driver", self.record.driver), heartbeat=time.time())
-        self.record = replace(self.record, driver=driver, **changes)
-        self.folder.write(RUN_RECORD, self.record.to_json(), durable=True)
-
-    def release(self) -> None:
-        """Give the folder up, at the end of a start, so that another process may start the run."""
-        if self.ownership is not None:
-            self.ownership.release()
-
-    def beat(self) -> None:
-        """Write the record with a new heartbeat, if one is due."""
-        if time.time() - self.record.driver.heartbeat > HEARTBEAT_S:
-            self.update()
-
 
 def list_runs(storage: str) -> list[Run]:
     """Return the runs of a storage, last started first. Folders that are not runs are ignored."""
+    return list_folders(Run, storage)
+
+
+FolderT = TypeVar("FolderT", bound=RecordedFolder[Any])
+
+
+def list_folders(kind: type[FolderT], storage: str, *, but: Collection[str] = ()) -> list[FolderT]:
+    """Return the runs or the sweeps of a storage, last started first. Other folders are ignored.
+
+    Args:
+        kind: `Run` or `Sweep`.
+        storage: folder or URI.
+        but: names of folders to ignore without a look into them.
+    """
+
+    def look(folder: Folder) -> FolderT | None:
+        try:
+            return kind(folder)
+        except (ConfigError, StorageError):
+            return None
+
     folder = Folder(absolute(storage))
-    found = folder.map(_run_in, map(folder.child, folder.folders()))
-    return sorted((run for run in found if run is not None), key=lambda run: run.record.started, reverse=True)
+    found = folder.map(look, [folder.child(name) for name in folder.folders() if name not in but])
+    return sorted((each for each in found if each is not None), key=lambda each: each.record.started, reverse=True)
 
 
 def find_run(name: str, storage: str) -> Run:
@@ -313,10 +357,3 @@ def find_run(name: str, storage: str) -> Run:
 def now() -> str:
     """Return the current time in the format of records."""
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _run_in(folder: Folder) -> Run | None:
-    try:
-        return Run(folder)
-    except (ConfigError, StorageError):
-        return None

@@ -8,23 +8,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from headway.trainer.errors import ConfigError
-from headway.trainer.ownership.claim import Ownership
 from headway.trainer.ownership.claim_files import number_of
 from headway.trainer.result import Status, Table, read_history
 
-from ..errors import DamagedRecordError, RunConflictError, StorageError
+from ..errors import DamagedRecordError
 from ..runs.metric_history import metric_by_step
-from ..runs.ownership import lease_of, lease_taken, takeover_message
 from ..runs.requests import read_stop_request
-from ..runs.run import HEARTBEAT_S, SWEEP_RECORD, Driver, Run
+from ..runs.run import SWEEP_RECORD, BaseRecord, RecordedFolder, Run, list_folders
 from ..storage.events import Event, EventWriter, read_events
-from ..storage.folder import Folder, absolute
+from ..storage.folder import Folder
 
 if TYPE_CHECKING:
     from headway.trainer.config import TrainerConfig
@@ -41,41 +38,17 @@ TrialStatus = Literal["pending", "running"] | Status
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepRecord:
-    """The contents of `sweep.json`. Times are UTC, in ISO 8601.
+class SweepRecord(BaseRecord):
+    """The contents of `sweep.json`.
 
     Attributes:
-        id: unique id.
-        name: name of the sweep and its folder.
-        status: remains "running" if the driver was killed.
-        reason: why it ended.
         search, experiment: the arguments as plain data.
         trials: how many trials there will be.
-        created, started, ended: the first start, the last start, and its end.
-        driver: the process that drives it, or drove it last.
-        claim: id of that process's claim on the folder.
     """
 
-    id: str
-    name: str
-    status: Literal["running"] | Status = "running"
-    reason: str = ""
     search: dict[str, Any]
     experiment: dict[str, Any]
     trials: int
-    created: str
-    started: str
-    ended: str | None = None
-    driver: Driver
-    claim: str = ""
-
-    @classmethod
-    def from_json(cls, text: str) -> SweepRecord:
-        """Read a record; ignores fields added by a later version."""
-        plain = json.loads(text)
-        known = {each.name for each in fields(cls)}
-        settings = {name: value for name, value in plain.items() if name in known}
-        return cls(**{**settings, "driver": Driver(**settings["driver"])})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,31 +119,13 @@ class TrialResult:
         return PastTrial(values=self.values, state=state, metric=self.metric, steps=self.steps, metrics=self.metrics)
 
 
-class Sweep:
-    """An existing sweep.
+class Sweep(RecordedFolder[SweepRecord]):
+    """An existing sweep."""
 
-    Args:
-        sweep_dir: its folder, also as an absolute path or a URI.
-
-    Attributes:
-        ownership: this process's claim on the folder; None if it only reads.
-
-    Raises:
-        ConfigError: there is no sweep in the folder.
-    """
+    _KIND, _FILE, _record_type = "sweep", SWEEP_RECORD, SweepRecord
 
     def __init__(self, sweep_dir: str | Folder) -> None:
-        self.folder = Folder(sweep_dir) if isinstance(sweep_dir, str) else sweep_dir
-        self.ownership: Ownership | None = None
-        text = self.folder.read(SWEEP_RECORD)
-        if text is None:
-            raise ConfigError(f"there is no sweep in {self.folder.place}")
-        try:
-            self.record = SweepRecord.from_json(text)
-        except (ValueError, TypeError, KeyError) as error:
-            raise DamagedRecordError(
-                f"{self.folder.path(SWEEP_RECORD)} is damaged ({error}): repair it, or remove the folder"
-            ) from error
+        super().__init__(sweep_dir)
         self._journal = EventWriter(self.folder, "driver")
 
     @property
@@ -178,49 +133,9 @@ class Sweep:
         """Its folder: an absolute path or a URI."""
         return self.folder.place
 
-    @property
-    def status(self) -> Literal["running"] | Status:
-        """Its status; "interrupted" if the driver died without recording its end."""
-        if self.record.status == "running" and not self.record.driver.is_alive:
-            return "interrupted"
-        return self.record.status
-
     def note(self, kind: str, **details: Any) -> None:
         """Write to the journal. Only the driver may call this."""
         self._journal.add(kind, **details)
-
-    def check_lease(self) -> None:
-        """Check that no other driver has taken over, as it may after this one was silent for long.
-
-        Raises:
-            RunConflictError: another driver has.
-            StorageError: the record cannot be read.
-        """
-        if lease_taken(self.folder, lease_of(asdict(self.record)), SWEEP_RECORD):
-            raise RunConflictError(takeover_message(self.folder, "sweep"))
-
-    def update(self, **changes: Any) -> None:
-        """Change the record and write it. Only the driver may call this; passing `driver` takes over the sweep.
-
-        Raises:
-            RunConflictError: another driver has taken over; its record is not overwritten.
-        """
-        if "driver" not in changes:
-            self.check_lease()
-        driver = replace(changes.pop("driver", self.record.driver), heartbeat=Driver.this().heartbeat)
-        record = replace(self.record, driver=driver, **changes)
-        self.folder.write(SWEEP_RECORD, json.dumps(asdict(record), indent=2) + "\n", durable=True)
-        self.record = record
-
-    def release(self) -> None:
-        """Give the folder up, at the end of a start, so that another process may start the sweep."""
-        if self.ownership is not None:
-            self.ownership.release()
-
-    def beat(self) -> None:
-        """Update the heartbeat in the record, if it is due."""
-        if Driver.this().heartbeat - self.record.driver.heartbeat > HEARTBEAT_S:
-            self.update()
 
     def trials(self) -> list[TrialResult]:
         """Return the suggested trials in order, each in its current state."""
@@ -316,16 +231,7 @@ def list_sweeps(storage: str, *, but: Collection[str] = ()) -> list[Sweep]:
         storage: folder or URI.
         but: names of folders to skip, such as those of runs.
     """
-    folder = Folder(absolute(storage))
-    found = folder.map(_sweep_in, [folder.child(name) for name in folder.folders() if name not in but])
-    return sorted((each for each in found if each is not None), key=lambda each: each.record.started, reverse=True)
-
-
-def _sweep_in(folder: Folder) -> Sweep | None:
-    try:
-        return Sweep(folder)
-    except (ConfigError, StorageError):
-        return None
+    return list_folders(Sweep, storage, but=but)
 
 
 def _has_saved_since(run_dir: str, change: Event) -> bool:

@@ -154,7 +154,7 @@ def test_a_storage_that_is_away_for_a_moment_does_not_end_a_sweep(monkeypatch: p
     monkeypatch.setattr(Leaving, "is_away", False)
     monkeypatch.setattr(tune_adapter, "tune_trials", tune_trials)
     # Each iteration of the driver must write.
-    monkeypatch.setattr("headway.orchestrator.sweeps.record.HEARTBEAT_S", 0.0)
+    monkeypatch.setattr("headway.orchestrator.runs.run.HEARTBEAT_S", 0.0)
     capacity: Any = SimpleNamespace(summary="", max_concurrent=1, poll=lambda: None)
     assert leader.run(capacity, leave_s=0.0) == ("completed", "all trials have ended")
     assert given == ["trial-000", "trial-001"]
@@ -196,7 +196,7 @@ def test_a_driver_of_a_sweep_loses_no_wish_to_a_storage_that_is_away_and_gives_u
 ) -> None:
     fsspec.register_implementation("leaving", Leaving)
     leader = lead(Search(space=SPACE, trials=2), "leaving://wish")
-    monkeypatch.setattr("headway.orchestrator.sweeps.record.HEARTBEAT_S", 0.0)
+    monkeypatch.setattr("headway.orchestrator.runs.run.HEARTBEAT_S", 0.0)
     monkeypatch.setattr(Leaving, "is_away", True)
     leader._signals.count = 1
     assert leader._poll() is None

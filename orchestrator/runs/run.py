@@ -261,7 +261,18 @@ class RecordedFolder(Generic[RecordT]):
 
 
 class Run(RecordedFolder[Record]):
-    """A run in its folder."""
+    """A run in its folder.
+
+    Args:
+        place: an absolute path, a URI, or the folder itself.
+
+    Attributes:
+        record: its record.
+
+    Raises:
+        ConfigError: there is no run.
+        StorageError: its record cannot be read; a `DamagedRecordError` if it cannot be parsed.
+    """
 
     _KIND, _FILE, _record_type = "run", RUN_RECORD, Record
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -38,10 +38,16 @@ if TYPE_CHECKING:
 
 # How long Ray Tune may take to abort its trials.
 ABORT_TIMEOUT_S = 10.0
+ALL_ENDED = "all trials have ended"
 
 
 class SweepDriver:
-    """One start of a sweep: Ray Tune in a thread, and a loop that shows the sweep and handles stop requests."""
+    """One start of a sweep: Ray Tune in a thread, and a loop that shows the sweep and handles stop requests.
+
+    Attributes:
+        experiment, search, sweep: the arguments.
+        is_over: whether Ray Tune is to abort all trials.
+    """
 
     def __init__(
         self,
@@ -55,7 +61,7 @@ class SweepDriver:
     ) -> None:
         self._searcher, self._warm = searcher, list(warm)
         self._checkpoint_bytes: dict[str, int] = {}
-        self._experiment, self._search, self._sweep = experiment, search, sweep
+        self.experiment, self.search, self.sweep = experiment, search, sweep
         self._signals, self._display = signals, display
         self._trials = {trial.name: trial for trial in sweep.trials()}
         self._waiting = [trial for trial in self._trials.values() if not trial.has_ended]
@@ -77,14 +83,17 @@ class SweepDriver:
         # Why the sweep has nothing more to find.
         self._goal: str | None = None
         self._started_s = time.monotonic()
-        self._is_over = False
+        self.is_over = False
         self._outage = StorageOutage()
 
-    def run(self, capacity: ConcurrencyLimit, *, leave_s: float) -> tuple[Any, str]:
+    def run(
+        self, capacity: ConcurrencyLimit, tune_trials: Callable[[SweepDriver], None], *, leave_s: float
+    ) -> tuple[Any, str]:
         """Run the trials, and return the final status and its reason.
 
         Args:
             capacity: gives how many trials may train concurrently.
+            tune_trials: runs the trials on Ray Tune, in another thread.
             leave_s: how long to wait for Ray Tune when the sweep ends immediately.
 
         Raises:
@@ -93,22 +102,23 @@ class SweepDriver:
             TrainingFailedError: Ray Tune failed, or its thread could not use the storage for a minute.
         """
         done = sum(trial.has_ended for trial in self._trials.values())
-        self._display.begin(self._experiment, self._search, capacity.summary, done=done, resuming=len(self._waiting))
+        self._display.begin(self.experiment, self.search, capacity.summary, done=done, resuming=len(self._waiting))
         for trial in self._trials.values():
             if trial.has_ended:
                 self._display.ended(trial, before=True)
         self._signals.raises = False
-        thread = threading.Thread(target=self._tune, args=(capacity,), name="headway-ray-tune", daemon=True)
+        self._capacity = capacity
+        thread = threading.Thread(target=self._tune, args=(tune_trials,), name="headway-ray-tune", daemon=True)
         thread.start()
         while thread.is_alive():
             thread.join(0.2)
             self._display.refresh()
             if (reason := self._poll()) is not None and self._stop is not None:
-                self._is_over = True
+                self.is_over = True
                 thread.join(leave_s)
                 return self._stop.status, reason
             if self._stop is None:
-                self._poll_machines(capacity, thread, leave_s)
+                self._poll_machines(thread, leave_s)
         if self._error is not None:
             raise TrainingFailedError(f"Ray Tune failed: {summarize_error(self._error)}") from self._error
         if self._stop is not None:
@@ -122,8 +132,8 @@ class SweepDriver:
             return "stopped", f"not trained to the end: {', '.join(sorted(self._left))}"
         trials = self._trials.values()
         exhausted = self._searcher.exhausted if self._searcher is not None else None
-        ended = self._goal or exhausted or target_reached(self._search, trials) or out_of_patience(self._search, trials)
-        return "completed", ended or "all trials have ended"
+        ended = self._goal or exhausted or target_reached(self.search, trials) or out_of_patience(self.search, trials)
+        return "completed", ended or ALL_ENDED
 
     def _poll(self) -> str | None:
         """Call `_handle_requests`; return None if the storage is unavailable for the moment."""
@@ -135,15 +145,15 @@ class SweepDriver:
         Returns:
             The reason to leave without waiting for the trials, or None.
         """
-        self._sweep.beat()
+        self.sweep.beat()
         if (count := self._signals.count) > self._signals_seen:
             request_stop(
-                self._sweep.folder, StopRequest(reason=self._signals.name, status="interrupted", abort=count > 1)
+                self.sweep.folder, StopRequest(reason=self._signals.name, status="interrupted", abort=count > 1)
             )
             self._signals_seen = count
         elif self._stop is None and (stop := self._own_stop()) is not None:
-            request_stop(self._sweep.folder, stop)
-        asked = read_stop_request(self._sweep.folder)
+            request_stop(self.sweep.folder, stop)
+        asked = read_stop_request(self.sweep.folder)
         if asked is None:
             return None
         if asked != self._stop:
@@ -160,18 +170,18 @@ class SweepDriver:
         """Return the request to stop of the search itself, if its goal is reached or its time is up."""
         if self._goal is not None and self._training:
             return StopRequest(reason=self._goal)
-        budget = self._search.time_budget
+        budget = self.search.time_budget
         if budget is not None and time.monotonic() - self._started_s >= float(budget.amount):
             reason = f"time_budget of {human_duration(float(budget.amount))} is used up"
             return StopRequest(reason=reason, status="time_limit")
         return None
 
-    def _poll_machines(self, capacity: ConcurrencyLimit, thread: threading.Thread, leave_s: float) -> None:
+    def _poll_machines(self, thread: threading.Thread, leave_s: float) -> None:
         try:
-            line = capacity.poll()
+            line = self._capacity.poll()
         except ConfigError:
             # No trial may start from now on: this driver leaves.
-            self._is_over = True
+            self.is_over = True
             thread.join(leave_s)
             raise
         if line is not None:
@@ -182,49 +192,29 @@ class SweepDriver:
             training = list(self._training)
         for name in training:
             # "interrupted" whatever the status of the sweep, so that the trial resumes with it.
-            request_stop(Folder(self._sweep.folder.path(name)), replace(asked, status="interrupted", within_s=None))
+            request_stop(Folder(self.sweep.folder.path(name)), replace(asked, status="interrupted", within_s=None))
 
-    def _tune(self, capacity: ConcurrencyLimit) -> None:
-        from ..runs.resume import ResumeOptions
-        from ..train.train_loop import Start
-        from .tune.adapter import tune_trials
-        from .tune.trial import SweepTask, trial_resources
-
+    def _tune(self, tune_trials: Callable[[SweepDriver], None]) -> None:
         try:
-            tune_trials(
-                self._sweep,
-                self._search,
-                SweepTask(
-                    start=Start.of(self._experiment, ResumeOptions()),
-                    sweep_dir=self._sweep.sweep_dir,
-                    metric=self._search.metric,
-                    mode=self._search.mode,
-                    pauses=self._search.pauses,
-                    may_change=self._search.may_change,
-                    trains_here=self._experiment.scaling.is_single_worker,
-                ),
-                next_trial=lambda: retry_storage(self._next),
-                on_end=self._ended,
-                on_report=self._reported,
-                on_exploit=lambda *told: retry_storage(lambda: self._exploited(*told)),
-                on_stop_all=self._reach_goal,
-                is_over=lambda: self._is_over,
-                resources=partial(trial_resources, self._experiment.scaling),
-                at_once=lambda: capacity.max_concurrent,
-                max_failures=self._experiment.retries.max_failures,
-            )
+            tune_trials(self)
         except BaseException as error:
             self._error = error
 
-    def _next(self) -> tuple[TrialResult, Params] | Literal["wait"] | None:
-        """Return the next trial to train and its values; "wait" if there may be one later, or None.
+    @property
+    def max_concurrent(self) -> int:
+        """How many trials may train at the moment."""
+        return self._capacity.max_concurrent
 
-        Trials started by an earlier driver come first. May be repeated if the storage fails meanwhile.
-        """
+    def next_trial(self) -> tuple[TrialResult, Params] | Literal["wait"] | None:
+        """Return the next trial to train and its values; "wait" if there may be one later, or None."""
+        return retry_storage(self._next)
+
+    def _next(self) -> tuple[TrialResult, Params] | Literal["wait"] | None:
+        # Trials started by an earlier driver come first. May be repeated if the storage fails meanwhile.
         if self._signals.count or self._stop is not None or self._goal is not None:
             return None
         # First, so that no trial is taken from another driver.
-        self._sweep.check_lease()
+        self.sweep.check_lease()
         while True:
             if not self._waiting and (outcome := self._suggest()) != "queued":
                 return "wait" if outcome == "wait" else None
@@ -236,7 +226,7 @@ class SweepDriver:
                 continue
             opened = open_run(
                 experiment,
-                accept_changes=self._search.may_change,
+                accept_changes=self.search.pauses,
                 take_over=True,
                 provenance=self._provenance,
             )
@@ -252,25 +242,25 @@ class SweepDriver:
         """Queue one more trial, unless all have been suggested or the search is to wait or to end."""
         index = len(self._trials)
         trials = list(self._trials.values())
-        if index >= self._search.num_trials:
+        if index >= self.search.num_trials:
             return "finished"
-        if out_of_patience(self._search, trials) is not None:
+        if out_of_patience(self.search, trials) is not None:
             # A running trial may still improve.
             return "wait" if self._training else "finished"
         tried = [each.tried for each in trials]
-        if self._searcher is None or index < len(self._search.points):
-            values = self._search.suggest(index, [*self._warm, *tried])
+        if self._searcher is None or index < len(self.search.points):
+            values = self.search.suggest(index, [*self._warm, *tried])
         else:
             suggested = self._searcher.suggest(index, tried)
             if isinstance(suggested, str):
                 return suggested
             values = suggested
-        width = len(str(max(self._search.num_trials - 1, 100)))
+        width = len(str(max(self.search.num_trials - 1, 100)))
         name = f"trial-{index:0{width}}"
         values = to_plain(values)
-        trial = TrialResult(name=name, index=index, values=values, run_dir=self._sweep.folder.path(name))
+        trial = TrialResult(name=name, index=index, values=values, run_dir=self.sweep.folder.path(name))
         # Before the trial has any files, so that a resumed sweep suggests the same values.
-        self._sweep.note("trial_suggested", trial=name, index=index, values=values)
+        self.sweep.note("trial_suggested", trial=name, index=index, values=values)
         self._trials[name] = trial
         self._waiting.append(trial)
         return "queued"
@@ -284,13 +274,14 @@ class SweepDriver:
         self._display.ended(failed)
 
     def _trial_experiment(self, trial: TrialResult) -> Experiment:
-        return self._search.trial(self._experiment, trial.name, trial.values)
+        return self.search.trial(self.experiment, trial.name, trial.values)
 
     def _typed(self, trial: TrialResult, experiment: Experiment) -> Params:
         """Return all settings of a trial by path, with the types of its config."""
-        return {path: attrgetter(path)(experiment) for path in self._search.settings(self._experiment, trial.values)}
+        return {path: attrgetter(path)(experiment) for path in self.search.settings(self.experiment, trial.values)}
 
-    def _ended(self, name: str, error: str | None) -> None:
+    def ended(self, name: str, error: str | None) -> None:
+        """Record that the process of a trial has ended, with an error if that is not in its files."""
         trial = self._trials[name] = retry_storage(lambda: self._record_end(name, error))
         with self._lock:
             self._training.discard(name)
@@ -301,31 +292,31 @@ class SweepDriver:
             return
         self._donors.release(name)
         self._display.ended(trial)
-        if (reason := target_reached(self._search, [trial])) is not None:
-            self._reach_goal(reason)
+        if (reason := target_reached(self.search, [trial])) is not None:
+            self.reach_goal(reason)
         self._delete_checkpoints(self._surplus(trial))
 
     def _record_end(self, name: str, error: str | None) -> TrialResult:
         """Return the state of a trial from its files, after recording its end in the journal if it has ended."""
-        self._sweep.check_lease()
+        self.sweep.check_lease()
         # A trial that was aborted has not failed.
         if error is not None and self._stop is None:
             with suppress(ConfigError):
-                Run(self._sweep.folder.path(name)).update(status="failed", reason="", error=error, ended=now())
-        trial = self._sweep.refreshed(self._trials[name])
+                Run(self.sweep.folder.path(name)).update(status="failed", reason="", error=error, ended=now())
+        trial = self.sweep.refreshed(self._trials[name])
         if trial.has_ended:
             self._log_end(trial)
         return trial
 
     def _log_end(self, trial: TrialResult) -> None:
-        self._sweep.note(
+        self.sweep.note(
             "trial_ended", trial=trial.name, status=trial.status, reason=trial.reason, error=trial.error,
             metric=trial.metric, steps=trial.steps,
         )  # fmt: skip
 
     def _surplus(self, ended: TrialResult) -> list[TrialResult]:
         """Return the finished trials whose checkpoints the search does not keep, after a trial has ended."""
-        search, trials = self._search, self._trials.values()
+        search, trials = self.search, self._trials.values()
         found = []
         if search.keep_best_trials is not None:
             found += surplus(trials, mode=search.mode, keep=search.keep_best_trials)
@@ -351,18 +342,18 @@ class SweepDriver:
                 except OSError as error:
                     self._display.line(f"could not delete the checkpoints of {trial.name}: {error}", "yellow")
                     continue
-                note = partial(self._sweep.note, "checkpoints_deleted", trial=trial.name, checkpoints=deleted)
+                note = partial(self.sweep.note, "checkpoints_deleted", trial=trial.name, checkpoints=deleted)
                 retry_storage(note)
 
-    def _exploited(self, name: str, checkpoint: str, values: Params) -> tuple[Params, str]:
-        """Record that a trial resumes from another trial's checkpoint with other values.
+    def exploited(self, name: str, checkpoint: str, values: Params) -> tuple[Params, str]:
+        """Record that a trial resumes from another trial's checkpoint with other values. May be repeated.
 
         Returns:
             All its settings, and the checkpoint, which is kept until the trial has saved one itself.
         """
-        tried = {path: to_plain(value) for path, value in values.items() if path in self._search.space}
+        tried = {path: to_plain(value) for path, value in values.items() if path in self.search.space}
         try:
-            self._search.trial(self._experiment, name, tried)
+            self.search.trial(self.experiment, name, tried)
         except ConfigError as error:
             (donor,) = [each for each in self._trials.values() if checkpoint.startswith(f"{each.run_dir}/")]
             self._display.line(f"{name} uses the values of {donor.name} unchanged: {summarize_error(error)}", "yellow")
@@ -370,7 +361,7 @@ class SweepDriver:
         checkpoint, pinned = self._donors.keep(name, checkpoint)
         trial = replace(self._trials[name], values=tried, resume=checkpoint)
         before = retry_storage(lambda: Run(trial.run_dir).lease)
-        self._sweep.note("trial_changed", trial=name, values=tried, checkpoint=checkpoint, pinned=pinned, after=before)
+        self.sweep.note("trial_changed", trial=name, values=tried, checkpoint=checkpoint, pinned=pinned, after=before)
         self._trials[name] = trial
         run = Run(trial.run_dir)
         experiment = self._trial_experiment(trial)
@@ -378,19 +369,17 @@ class SweepDriver:
         self._display.line(f"{name} resumes from {checkpoint} with {shown(tried)}", "dim")
         return self._typed(trial, experiment), checkpoint
 
-    def _reach_goal(self, reason: str) -> None:
+    def reach_goal(self, reason: str) -> None:
         """Start no more trials; the others save a checkpoint and end."""
         self._goal = self._goal or reason
 
-    def _reported(self, name: str, report: Mapping[str, Any]) -> None:
+    def reported(self, name: str, report: Mapping[str, Any]) -> None:
+        """Show the report of a trial, and give it to the searcher."""
         self._display.reported(name, report)
         if self._searcher is not None:
             self._searcher.report(self._trials[name].index, report)
-        value = report.get(self._search.metric)
-        if value is not None and meets_target(self._search, value):
-            self._reach_goal(
-                f"{name} has reached the target {self._search.target:g} ({self._search.metric} {value:.4g})"
-            )
+        if (reason := meets_target(self.search, name, report.get(self.search.metric))) is not None:
+            self.reach_goal(reason)
         # The report that led to the change arrives here, too.
-        if self._donors.is_waiting(name) and retry_storage(lambda: self._sweep.has_saved_since_change(name)):
+        if self._donors.is_waiting(name) and retry_storage(lambda: self.sweep.has_saved_since_change(name)):
             self._donors.release(name)

@@ -9,18 +9,18 @@ from .search import Search
 
 
 def target_reached(search: Search, trials: Iterable[TrialResult]) -> str | None:
-    """Return the reason to end the sweep if an ended trial is as good as the target; otherwise None."""
-    for trial in trials:
-        if trial.status != "failed" and trial.metric is not None and meets_target(search, trial.metric):
-            return f"{trial.name} has reached the target {search.target:g} ({search.metric} {trial.metric:.4g})"
-    return None
+    """Return the reason to end the sweep if a trial is as good as the target and has not failed; otherwise None."""
+    reasons = (meets_target(search, trial.name, trial.metric) for trial in trials if trial.status != "failed")
+    return next(filter(None, reasons), None)
 
 
-def meets_target(search: Search, value: float) -> bool:
-    """Return whether a value of the metric is as good as the target."""
-    if search.target is None:
-        return False
-    return value <= search.target if search.mode == "min" else value >= search.target
+def meets_target(search: Search, name: str, value: float | None) -> str | None:
+    """Return the reason to end the sweep if a value of a trial is as good as the target; otherwise None."""
+    if search.target is None or value is None:
+        return None
+    if value > search.target if search.mode == "min" else value < search.target:
+        return None
+    return f"{name} has reached the target {search.target:g} ({search.metric} {value:.4g})"
 
 
 def out_of_patience(search: Search, trials: Iterable[TrialResult]) -> str | None:

@@ -13,7 +13,8 @@ from headway.trainer.checkpoints.retention import Mode
 from headway.trainer.errors import ConfigError
 
 from .objectives import Constraint, objective_values
-from .space import Axis, Choice, LogUniform, RandInt, Uniform, When, index_of
+from .sampling import axis_of
+from .space import Axis, Choice, Grid, LogUniform, RandInt, Uniform, When, index_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +92,10 @@ class TPE:
                 )
             trial = self._study.ask()
             values: dict[str, Any] = {}
-            for path, axis in self._space.items():
-                if not isinstance(axis, When) or axis.holds(values):
-                    values[path] = _suggest_one(trial, path, axis.then if isinstance(axis, When) else axis)
+            for path, found in self._space.items():
+                if not isinstance(found, When) or found.holds(values):
+                    axis = axis_of(found)
+                    values[path] = _suggest_one(self._optuna, trial, path, axis) if isinstance(axis, Axis) else axis
         # The journal may round the values, so the trial enters the study from there.
         self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
         return values
@@ -182,7 +184,7 @@ def required() -> Any:
 
 def _axes(space: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Axis]:
     """Return the axes of the space that a trial with these values has."""
-    axes = {path: axis.then if isinstance(axis, When) else axis for path, axis in space.items() if path in values}
+    axes = {path: axis_of(axis) for path, axis in space.items() if path in values}
     return {path: axis for path, axis in axes.items() if isinstance(axis, Axis)}
 
 
@@ -210,19 +212,13 @@ def _distribution(optuna: Any, axis: Axis) -> Any:
     raise ConfigError(f"algorithm='tpe' cannot search {type(axis).__name__}")
 
 
-def _suggest_one(trial: Any, path: str, axis: Any) -> Any:
-    match axis:
-        case Uniform(low=low, high=high, step=step):
-            return axis.snap(trial.suggest_float(path, low, axis.snap(high), step=step))
-        case LogUniform(low=low, high=high):
-            return axis.snap(trial.suggest_float(path, low, high, log=True))
-        case RandInt(low=low, high=high, log=True):
-            return axis.snap(trial.suggest_int(path, low, high, log=True))
-        case RandInt(low=low, high=high, step=step):
-            return trial.suggest_int(path, low, axis.snap(high), step=step)
-        case Choice(values=values):
-            return values[trial.suggest_categorical(path, range(len(values)))]
-    return axis
+def _suggest_one(optuna: Any, trial: Any, path: str, axis: Axis) -> Any:
+    limits = _distribution(optuna, axis)
+    if isinstance(axis, Choice):
+        return axis.values[trial.suggest_categorical(path, limits.choices)]
+    assert not isinstance(axis, Grid)
+    suggest = trial.suggest_int if isinstance(axis, RandInt) else trial.suggest_float
+    return axis.snap(suggest(path, limits.low, limits.high, step=limits.step, log=limits.log))
 
 
 def _to_optuna(axis: Axis, value: Any) -> Any:

@@ -139,48 +139,15 @@ class Sweep(RecordedFolder[SweepRecord]):
 
     def trials(self) -> list[TrialResult]:
         """Return the suggested trials in order, each in its current state."""
-        found: dict[str, TrialResult] = {}
-        changed: dict[str, Event] = {}
-        ended: dict[str, Event] = {}
-        emptied: set[str] = set()
-        retried: set[str] = set()
-        for event in read_events(self.folder):
-            match event["event"]:
-                case "trial_suggested":
-                    name = event["trial"]
-                    found[name] = TrialResult(
-                        name=name, index=event["index"], values=event["values"], run_dir=self.folder.path(name)
-                    )
-                case "trial_changed":
-                    changed[event["trial"]] = event
-                case "trial_ended":
-                    ended[event["trial"]] = event
-                case "trial_retried":
-                    ended.pop(event["trial"], None)
-                    retried.add(event["trial"])
-                case "checkpoints_deleted":
-                    emptied.add(event["trial"])
-        trials = self.folder.map(
-            lambda trial: self._refreshed(trial, changed.get(trial.name), ended.get(trial.name)), found.values()
-        )
-        # The record shows the old failure until the trial starts.
-        trials = [
-            replace(trial, status="interrupted", error=None)
-            if trial.name in retried - set(ended) and trial.status == "failed"
-            else trial
-            for trial in trials
-        ]
-        return [_without_checkpoints(trial) if trial.name in emptied else trial for trial in trials]
+        journal = {name: events for name, events in self._journal_by_trial().items() if "trial_suggested" in events}
+        return self.folder.map(lambda name: self._trial(name, journal[name]), journal)
 
     def ended_trials(self) -> list[str]:
-        """Return the names of the trials that have ended and are not to be trained again."""
-        ended: dict[str, None] = {}
-        for event in read_events(self.folder):
-            if event["event"] == "trial_ended":
-                ended[event["trial"]] = None
-            elif event["event"] == "trial_retried":
-                ended.pop(event["trial"], None)
-        return list(ended)
+        """Return the names of the trials that have ended and are not to be trained again, the first ended first."""
+        ended = [
+            (name, each["trial_ended"]) for name, each in self._journal_by_trial().items() if "trial_ended" in each
+        ]
+        return [name for name, _ in sorted(ended, key=lambda each: each[1]["time"])]
 
     def retry_failed(self) -> None:
         """Queue the failed trials again. Only the driver may call this."""
@@ -190,9 +157,35 @@ class Sweep(RecordedFolder[SweepRecord]):
 
     def has_saved_since_change(self, name: str) -> bool:
         """Return whether a trial has saved a checkpoint itself since PBT last made it resume from another's."""
-        changes = (each for each in read_events(self.folder) if each["event"] == "trial_changed")
-        changed = [change for change in changes if change["trial"] == name]
-        return not changed or _has_saved_since(self.folder.path(name), changed[-1])
+        change = self._journal_by_trial()[name].get("trial_changed")
+        return change is None or _has_saved_since(self.folder.path(name), change)
+
+    def _journal_by_trial(self) -> dict[str, dict[str, Event]]:
+        """Return the last event of each kind by trial; no end of a trial that is to be trained again."""
+        found: dict[str, dict[str, Event]] = {}
+        for event in read_events(self.folder):
+            if "trial" in event:
+                events = found.setdefault(event["trial"], {})
+                events[event["event"]] = event
+                if event["event"] == "trial_retried":
+                    events.pop("trial_ended", None)
+        return found
+
+    def _trial(self, name: str, events: Mapping[str, Event]) -> TrialResult:
+        suggested, end = events["trial_suggested"], events.get("trial_ended")
+        trial = TrialResult(
+            name=name, index=suggested["index"], values=suggested["values"], run_dir=self.folder.path(name)
+        )
+        trial = self._refreshed(trial, events.get("trial_changed"), end)
+        if "trial_retried" in events and end is None and trial.status == "failed":
+            # The record shows the old failure until the trial starts.
+            trial = replace(trial, status="interrupted", error=None)
+        if "checkpoints_deleted" in events:
+            best, last = (
+                path if path and is_committed(path) else None for path in (trial.best_checkpoint, trial.last_checkpoint)
+            )
+            trial = replace(trial, best_checkpoint=best, last_checkpoint=last, has_no_checkpoints=True)
+        return trial
 
     def refreshed(self, trial: TrialResult) -> TrialResult:
         """Return the current state of a trial, from the files of its run."""
@@ -209,7 +202,11 @@ class Sweep(RecordedFolder[SweepRecord]):
         except DamagedRecordError as error:
             run, trial = None, replace(trial, status="failed", error=str(error))
         if run is not None:
-            trial = _with_run(trial, run)
+            record = run.record
+            trial = replace(
+                trial, status=run.status, reason=run.reason, error=record.error, steps=record.steps,
+                metrics=record.metrics, best_checkpoint=record.best_checkpoint, last_checkpoint=record.last_checkpoint,
+            )  # fmt: skip
             if end is None:
                 trial = replace(trial, metric=_best_of(run, self.record.search))
         if end is not None:
@@ -243,11 +240,6 @@ def _has_saved_since(run_dir: str, change: Event) -> bool:
     )
 
 
-def _without_checkpoints(trial: TrialResult) -> TrialResult:
-    there = [path if path and is_committed(path) else None for path in (trial.best_checkpoint, trial.last_checkpoint)]
-    return replace(trial, best_checkpoint=there[0], last_checkpoint=there[1], has_no_checkpoints=True)
-
-
 def is_committed(path: str) -> bool:
     """Return whether a checkpoint exists; pinned ones are never deleted."""
     return Folder(path).exists("manifest.json")
@@ -265,20 +257,6 @@ def _best_of(run: Run, search: Mapping[str, Any]) -> float | None:
     for step, value in metric_by_step(run.folder, metric).items():
         best.update(value, step=step)
     return best.value
-
-
-def _with_run(trial: TrialResult, run: Run) -> TrialResult:
-    record = run.record
-    return replace(
-        trial,
-        status=run.status,
-        reason=run.reason,
-        error=record.error,
-        steps=record.steps,
-        metrics=record.metrics,
-        best_checkpoint=record.best_checkpoint,
-        last_checkpoint=record.last_checkpoint,
-    )
 
 
 def _is_unfinished(run: Run) -> bool:

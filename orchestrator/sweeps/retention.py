@@ -24,13 +24,8 @@ def surplus(trials: Iterable[TrialResult], *, mode: Mode, keep: int) -> list[Tri
         mode: "min" if lower is better.
         keep: how many of the best to keep.
     """
-    done = [trial for trial in trials if trial.status in _DONE]
-    judged = [trial for trial in done if trial.metric is not None]
-    if not judged:
-        return []
-    judged.sort(key=lambda trial: (trial.metric or 0.0) * (1 if mode == "min" else -1))
-    best = {trial.name for trial in judged[:keep]}
-    return [trial for trial in done if trial.name not in best]
+    judged, unjudged = _finished(trials, mode)
+    return [*judged[keep:], *unjudged] if judged else []
 
 
 def over_limit(
@@ -46,16 +41,22 @@ def over_limit(
         mode: "min" if lower is better.
         limit: bytes for the checkpoints of all finished trials.
     """
-    finished = [trial for trial in trials if trial.status in _DONE]
-    kept = {trial.name for trial in finished}
+    judged, unjudged = _finished(trials, mode)
+    total = sum(sizes.get(trial.name, 0) for trial in (*judged, *unjudged))
     found = []
-    # Those without a metric come first; each call puts the next worse one in front.
-    for keep in range(len(finished), 0, -1):
-        for trial in surplus(finished, mode=mode, keep=keep):
-            if trial.name in kept and sum(sizes.get(name, 0) for name in kept) > limit:
-                kept.discard(trial.name)
-                found.append(trial)
+    for trial in [*unjudged, *reversed(judged[1:])] if judged else []:
+        if total > limit:
+            total -= sizes.get(trial.name, 0)
+            found.append(trial)
     return found
+
+
+def _finished(trials: Iterable[TrialResult], mode: Mode) -> tuple[list[TrialResult], list[TrialResult]]:
+    """Return the finished trials with a metric, best first, and those without."""
+    done = [trial for trial in trials if trial.status in _DONE]
+    judged = [trial for trial in done if trial.metric is not None]
+    judged.sort(key=lambda trial: (trial.metric or 0.0) * (1 if mode == "min" else -1))
+    return judged, [trial for trial in done if trial.metric is None]
 
 
 def checkpoint_bytes(trial: TrialResult) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 from headway.trainer.errors import ConfigError
 
@@ -29,7 +29,6 @@ class ASHA:
     grace: int = 1
     reduction: float = 4
     max_evaluations: int = 100
-    pauses: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _check_positive_ints(self, "grace", "max_evaluations")
@@ -63,7 +62,6 @@ class HyperBand:
     reduction: float = 3
     max_evaluations: int = 81
     brackets: int | None = None
-    pauses: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _check_positive_ints(self, "grace", "max_evaluations", *(["brackets"] if self.brackets is not None else []))
@@ -113,7 +111,6 @@ class MedianStopping:
 
     grace: int = 1
     trials: int = 3
-    pauses: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _check_positive_ints(self, "grace", "trials")
@@ -140,7 +137,6 @@ class PBT:
     every: int = 1
     quantile: float = 0.25
     resample: float = 0.25
-    pauses: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check_positive_ints(self, "every")

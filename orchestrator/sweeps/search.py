@@ -160,16 +160,11 @@ class Search:
 
     @property
     def pauses(self) -> bool:
-        """Whether the scheduler may pause trials, and therefore needs a checkpoint of each evaluation."""
+        """Whether the scheduler may pause or change trials, and therefore needs a checkpoint of each evaluation."""
         if not is_tune_scheduler(self.scheduler):
-            return self.scheduler is not None and bool(self.scheduler.pauses)
+            return isinstance(self.scheduler, PBT)
         names = [each.__name__ for each in type(self.scheduler).__mro__]
         return names[0] != "FIFOScheduler" and "AsyncHyperBandScheduler" not in names
-
-    @property
-    def may_change(self) -> bool:
-        """Whether the scheduler may change the values of a trial while it trains."""
-        return isinstance(self.scheduler, PBT) or (is_tune_scheduler(self.scheduler) and self.pauses)
 
     @property
     def is_population_based(self) -> bool:
@@ -354,13 +349,8 @@ class Search:
                 f"algorithm must be a Searcher, got a {_class_of(algorithm)}: use algorithm='grid', or 'random' with "
                 "Grid(...) for some axes"
             )
-        if isinstance(algorithm, str):
-            if algorithm not in _ALGORITHMS:
-                raise ConfigError(
-                    f"algorithm must be {', '.join(_ALGORITHMS)}, a Searcher of Ray Tune or an object with "
-                    f"suggest(index, tried), got {algorithm!r}"
-                )
-        elif isinstance(algorithm, type) or not callable(getattr(algorithm, "suggest", None)):
+        suggests = not isinstance(algorithm, type) and callable(getattr(algorithm, "suggest", None))
+        if not suggests and algorithm not in _ALGORITHMS:
             raise ConfigError(
                 f"algorithm must be one of {', '.join(_ALGORITHMS)}, a Searcher of Ray Tune, or an object with "
                 f"suggest(index, tried), got {algorithm!r}"

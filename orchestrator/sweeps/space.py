@@ -15,7 +15,42 @@ from ..config.loader import to_plain
 
 
 @dataclass(frozen=True)
-class Uniform:
+class _Floats:
+    """Floats between two limits."""
+
+    low: float
+    high: float
+    step: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_limits(self, self.low, self.high, self.step)
+
+    def snap(self, value: float) -> float:
+        """Return the nearest valid value."""
+        return _snap(self, value)
+
+
+@dataclass(frozen=True)
+class _Values:
+    """Values in a list."""
+
+    values: tuple[Any, ...]
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        if not isinstance(self.values, (list, tuple, range)):
+            raise ConfigError(f"{name}: values must be a list, got {self.values!r}")
+        object.__setattr__(self, "values", tuple(self.values))
+        if not self.values:
+            raise ConfigError(f"{name}: values must not be empty")
+
+    def samples(self) -> tuple[Any, ...]:
+        """Return all values, for validation."""
+        return self.values
+
+
+@dataclass(frozen=True)
+class Uniform(_Floats):
     """A float with a uniform distribution.
 
     Attributes:
@@ -27,13 +62,6 @@ class Uniform:
         (0.0, 0.2, 0.5)
     """
 
-    low: float
-    high: float
-    step: float | None = None
-
-    def __post_init__(self) -> None:
-        _check_limits(self, self.low, self.high, self.step)
-
     def draw(self, generator: random.Random) -> float:
         """Return a random value."""
         if self.step is None:
@@ -44,13 +72,9 @@ class Uniform:
         """Return typical values, for validation."""
         return (self.low, self.snap(self.low + 0.382 * (self.high - self.low)), self.snap(self.high))
 
-    def snap(self, value: float) -> float:
-        """Return the nearest valid value."""
-        return _snap(self, value)
-
 
 @dataclass(frozen=True)
-class LogUniform:
+class LogUniform(_Floats):
     """A float with a log-uniform distribution.
 
     Attributes:
@@ -62,13 +86,6 @@ class LogUniform:
         0.0001
     """
 
-    low: float
-    high: float
-    step: float | None = None
-
-    def __post_init__(self) -> None:
-        _check_limits(self, self.low, self.high, self.step)
-
     def draw(self, generator: random.Random) -> float:
         """Return a random value."""
         return self.snap(math.exp(generator.uniform(math.log(self.low), math.log(self.high))))
@@ -76,10 +93,6 @@ class LogUniform:
     def samples(self) -> tuple[float, ...]:
         """Return typical values, for validation."""
         return (self.low, self.snap(math.sqrt(self.low * self.high)), self.snap(self.high))
-
-    def snap(self, value: float) -> float:
-        """Return the nearest valid value."""
-        return _snap(self, value)
 
 
 @dataclass(frozen=True)
@@ -164,7 +177,7 @@ class Normal:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(_Values):
     """One of several values with equal probability; with `algorithm="grid"`, each of them.
 
     Attributes:
@@ -175,22 +188,13 @@ class Choice:
         (64, 128)
     """
 
-    values: tuple[Any, ...]
-
-    def __post_init__(self) -> None:
-        _check_values(self)
-
     def draw(self, generator: random.Random) -> Any:
         """Return a random value."""
         return generator.choice(self.values)
 
-    def samples(self) -> tuple[Any, ...]:
-        """Return all values, for validation."""
-        return self.values
-
 
 @dataclass(frozen=True)
-class Grid:
+class Grid(_Values):
     """Each of several values in turn, while other axes are drawn at random.
 
     With several grids, each combination in turn. One trial per combination by default; set `trials` to a multiple of
@@ -204,15 +208,6 @@ class Grid:
         >>> search.num_trials, [search.suggest(index)["config.width"] for index in range(3)]
         (2, [64, 128, 64])
     """
-
-    values: tuple[Any, ...]
-
-    def __post_init__(self) -> None:
-        _check_values(self)
-
-    def samples(self) -> tuple[Any, ...]:
-        """Return all values, for validation."""
-        return self.values
 
 
 Axis: TypeAlias = Uniform | LogUniform | RandInt | Normal | Choice | Grid
@@ -272,15 +267,15 @@ def as_axis(value: Any) -> Any:
 
 def contains(axis: Any, value: Any) -> bool:
     """Return whether an axis, or a fixed value, can have a value."""
-    if isinstance(axis, (Choice, Grid)):
+    if isinstance(axis, _Values):
         return index_of(axis, value) is not None
-    if isinstance(axis, (Uniform, LogUniform, RandInt, Normal)):
+    if isinstance(axis, (_Floats, RandInt, Normal)):
         is_type = type(value) is int if isinstance(axis, RandInt) else _is_number(value)
         return is_type and math.isclose(axis.snap(value), value, rel_tol=1e-9, abs_tol=1e-12)
     return bool(to_plain(value) == to_plain(axis))
 
 
-def index_of(axis: Choice | Grid, value: Any) -> int | None:
+def index_of(axis: _Values, value: Any) -> int | None:
     """Return the place of a value, possibly read from a journal, among those of an axis."""
     text = json.dumps(to_plain(value))
     return next((place for place, each in enumerate(axis.values) if json.dumps(to_plain(each)) == text), None)
@@ -360,12 +355,3 @@ def _check_limits(axis: Any, low: Any, high: Any, step: Any) -> None:
 def _check_step(axis: Any, step: Any) -> None:
     if step is not None and not (_is_number(step) and step > 0):
         raise ConfigError(f"{type(axis).__name__}: step must be > 0, got {step!r}")
-
-
-def _check_values(axis: Choice | Grid) -> None:
-    name = type(axis).__name__
-    if not isinstance(axis.values, (list, tuple, range)):
-        raise ConfigError(f"{name}: values must be a list, got {axis.values!r}")
-    object.__setattr__(axis, "values", tuple(axis.values))
-    if not axis.values:
-        raise ConfigError(f"{name}: values must not be empty")

@@ -17,7 +17,7 @@ from ..runs.open import open_sweep, record_changed_settings
 from ..runs.run import now
 from ..storage.folder import absolute, retry_storage
 from ..train.fit import check_training, keep_error, summarize_error
-from .driver import ABORT_TIMEOUT_S, SweepDriver
+from .driver import ABORT_TIMEOUT_S, ALL_ENDED, SweepDriver
 from .ending import out_of_patience, target_reached
 from .optuna_search import PastTrial
 from .record import Sweep
@@ -90,15 +90,16 @@ def _run_sweep(
     from ..cluster.connect import ray_connection
     from ..train.signals import StopSignals
     from .concurrency import ConcurrencyLimit
+    from .tune.adapter import tune_trials
 
     if retry_failed:
         opened.retry_failed()
     trials = opened.trials()
-    if sum(trial.has_ended for trial in trials) >= search.num_trials:
-        return _end(opened, display, "completed")
-    if (reason := target_reached(search, trials)) is not None:
-        return _end(opened, display, "completed", reason)
-    if all(trial.has_ended for trial in trials) and (reason := out_of_patience(search, trials)) is not None:
+    ended = sum(trial.has_ended for trial in trials)
+    reason = ALL_ENDED if ended >= search.num_trials else target_reached(search, trials)
+    if reason is None and ended == len(trials):
+        reason = out_of_patience(search, trials)
+    if reason is not None:
         return _end(opened, display, "completed", reason)
     # Before Ray starts, because a searcher may not accept the space.
     warm = warm_trials(search)
@@ -113,7 +114,7 @@ def _run_sweep(
                 capacity = ConcurrencyLimit(replace(experiment, scaling=scaling), search, cpus=cpus)
                 lead = SweepDriver(experiment, search, opened, signals, display, searcher, warm)
                 # Trials in a Ray started here end with it.
-                status, reason = lead.run(capacity, leave_s=0.0 if is_own else ABORT_TIMEOUT_S)
+                status, reason = lead.run(capacity, tune_trials, leave_s=0.0 if is_own else ABORT_TIMEOUT_S)
         except KeyboardInterrupt:
             status, reason = "interrupted", f"{signals.name} before training began"
         except RunConflictError:
@@ -181,9 +182,7 @@ def _first_valid_trial(experiment: Experiment, search: Search) -> Experiment:
     raise ConfigError(f"no trial in this space is valid; first error: {wrong}")
 
 
-def _end(
-    sweep: Sweep, display: SweepConsole, status: Any, reason: str = "all trials have ended", signal: int | None = None
-) -> SweepResult:
+def _end(sweep: Sweep, display: SweepConsole, status: Any, reason: str, signal: int | None = None) -> SweepResult:
     retry_storage(lambda: sweep.update(status=status, reason=reason, ended=now()))
     result = SweepResult.read(sweep.sweep_dir, signal=signal)
     display.end(result)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import fsspec
 from pyarrow.fs import FileSystem, FSSpecHandler, PyFileSystem
@@ -20,13 +21,13 @@ from ray.tune.search import Searcher
 
 from ...cluster.ray_env import temporary_env
 from ...errors import StorageError
+from ...runs.resume import ResumeOptions
 from ...storage.folder import Folder
 from ...storage.scratch import scratch_folder
-from ..record import Sweep, TrialResult
-from ..sampling import Params
-from ..search import Search
-from .ray_schedulers import GracefulStopScheduler, NotPickled, OnExploit, trial_name
-from .trial import SweepTask
+from ...train.train_loop import Start
+from ..driver import SweepDriver
+from .ray_schedulers import GracefulStopScheduler, NotPickled, trial_name
+from .trial import SweepTask, trial_resources
 from .trial_process import train_trial
 
 _QUIET = {
@@ -44,57 +45,29 @@ _CALLBACKS = "RAY_TUNE_CALLBACKS"
 
 _TUNE_FOLDER = ".ray-tune"
 
-NextTrial = Callable[[], tuple[TrialResult, Params] | Literal["wait"] | None]
-OnTrialEnd = Callable[[str, str | None], None]
-OnTrialReport = Callable[[str, Mapping[str, Any]], None]
 
-
-def tune_trials(
-    sweep: Sweep,
-    search: Search,
-    task: SweepTask,
-    *,
-    next_trial: NextTrial,
-    on_end: OnTrialEnd,
-    on_report: OnTrialReport,
-    on_exploit: OnExploit,
-    on_stop_all: Callable[[str], None],
-    is_over: Callable[[], bool],
-    resources: Callable[[dict[str, Any]], Any],
-    at_once: Callable[[], int],
-    max_failures: int,
-) -> None:
-    """Run trials until there are no more.
-
-    Args:
-        sweep: the sweep, with its journal.
-        search: the definition of the search.
-        task: settings for all trials.
-        next_trial: returns the next trial and its typed values, "wait" to be asked again later, or None if there is
-            none.
-        on_end: called with the name of each trial that has ended, and an error that is not in its files, or None.
-        on_report: called with the name and report of a trial.
-        on_exploit: called when PBT changes a trial, with its name, the other trial's checkpoint and the new values;
-            returns the typed values and the checkpoint to resume from.
-        on_stop_all: called with a reason when `search.stop` wants to end the sweep.
-        is_over: returns True to abort all trials.
-        resources: returns the resources of a trial, given its settings.
-        at_once: returns how many trials may train at the moment.
-        max_failures: how often the process of a trial may die.
-    """
-    scheduler = GracefulStopScheduler(search, sweep, at_once=at_once, on_exploit=on_exploit, on_stop_all=on_stop_all)
+def tune_trials(driver: SweepDriver) -> None:
+    """Run trials of a sweep until its driver has no more."""
+    experiment, search, sweep = driver.experiment, driver.search, driver.sweep
+    scheduler = GracefulStopScheduler(driver)
+    trains_here = experiment.scaling.is_single_worker
+    task = SweepTask(
+        start=Start.of(experiment, ResumeOptions()), sweep_dir=sweep.sweep_dir, metric=search.metric, mode=search.mode,
+        pauses=search.pauses,
+    )  # fmt: skip
     with (
         temporary_env(_QUIET, unless_set=True),
         temporary_env({_CALLBACKS: _with_no_progress_output(os.environ.get(_CALLBACKS))}),
         _log_errors_only(logging.getLogger("ray.tune")),
-        _tune_storage(sweep.folder, are_shared=task.pauses) as (place, filesystem),
+        _tune_storage(sweep.folder, are_shared=search.pauses) as (place, filesystem),
     ):
         tuner = tune.Tuner(
             tune.with_resources(
-                tune.with_parameters(train_trial, packed=pickle.dumps(task), trains_here=task.trains_here), resources
+                tune.with_parameters(train_trial, packed=pickle.dumps(task), trains_here=trains_here),
+                partial(trial_resources, experiment.scaling),
             ),
             tune_config=tune.TuneConfig(
-                search_alg=JournalSearcher(next_trial, scheduler, on_end=on_end, on_report=on_report),
+                search_alg=JournalSearcher(driver, scheduler),
                 scheduler=scheduler,
                 num_samples=-1,
                 reuse_actors=True,
@@ -105,9 +78,9 @@ def tune_trials(
                 name=sweep.record.name,
                 storage_path=place,
                 storage_filesystem=filesystem,
-                stop=AbortStopper(is_over),
+                stop=AbortStopper(driver),
                 callbacks=list(search.callbacks) or None,
-                failure_config=tune.FailureConfig(max_failures=max_failures),
+                failure_config=tune.FailureConfig(max_failures=experiment.retries.max_failures),
                 verbose=0,
             ),
         )
@@ -152,24 +125,20 @@ class JournalSearcher(NotPickled, Searcher):  # type: ignore[misc]
     A callback could not do that: given any, Ray Tune imports all its integrations, which takes two seconds.
 
     Args:
-        next_trial: returns the next trial and its values, or None.
+        driver: gives the trials, and gets their reports.
         scheduler: knows how many trials train.
-        on_end, on_report: see `tune_trials`.
     """
 
-    def __init__(
-        self, next_trial: NextTrial, scheduler: GracefulStopScheduler, *, on_end: OnTrialEnd, on_report: OnTrialReport
-    ) -> None:
+    def __init__(self, driver: SweepDriver, scheduler: GracefulStopScheduler) -> None:
         super().__init__(metric="metric", mode="min")
-        self._next, self._scheduler = next_trial, scheduler
-        self._on_end, self._on_report = on_end, on_report
+        self._driver, self._scheduler = driver, scheduler
         self._names: dict[str, str] = {}
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
         """Return a trial, None to be asked again later, or FINISHED."""
         if not self._scheduler.has_room():
             return None
-        found = self._next()
+        found = self._driver.next_trial()
         if found is None:
             return str(Searcher.FINISHED)
         if found == "wait":
@@ -184,11 +153,11 @@ class JournalSearcher(NotPickled, Searcher):  # type: ignore[misc]
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         """Forward it."""
-        self._on_report(self._names[trial_id], result)
+        self._driver.reported(self._names[trial_id], result)
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         """Forward it."""
-        self._on_end(self._names[trial_id], self._scheduler.training_error(trial_id) if error else None)
+        self._driver.ended(self._names[trial_id], self._scheduler.training_error(trial_id) if error else None)
 
     def save(self, checkpoint_path: str) -> None:
         """Save nothing: the state is in the journal."""
@@ -198,14 +167,10 @@ class JournalSearcher(NotPickled, Searcher):  # type: ignore[misc]
 
 
 class AbortStopper(NotPickled, tune.Stopper):  # type: ignore[misc]
-    """Aborts all trials without checkpoints.
+    """Aborts all trials without checkpoints when the driver says so."""
 
-    Args:
-        is_over: returns True to abort.
-    """
-
-    def __init__(self, is_over: Callable[[], bool]) -> None:
-        self._is_over = is_over
+    def __init__(self, driver: SweepDriver) -> None:
+        self._driver = driver
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
         """End no trial by itself."""
@@ -213,7 +178,7 @@ class AbortStopper(NotPickled, tune.Stopper):  # type: ignore[misc]
 
     def stop_all(self) -> bool:
         """Return whether to abort."""
-        return self._is_over()
+        return self._driver.is_over
 
 
 class NoProgressOutput(TrialProgressCallback):  # type: ignore[misc]

@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from ...runs.pointer import read_pointer
 from ...runs.requests import StopRequest, request_stop
 from ...runs.run import Run, now
 from ...storage.folder import Folder, retry_storage
+from ..driver import SweepDriver
 from ..record import ENDED_EARLY, PRUNED, Sweep
 from ..sampling import Params
 from ..schedulers import ASHA, PBT, HyperBand, MedianStopping, is_tune_scheduler
@@ -35,8 +36,6 @@ from ..space import Choice, Grid
 from .reporting import make_report
 
 logger = logging.getLogger(__name__)
-
-OnExploit = Callable[[str, str, Params], tuple[Params, str]]
 
 
 class NotPickled:
@@ -52,24 +51,14 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
     Ray's schedulers decide, one for each bracket of `HyperBand`.
 
     Args:
-        search: the search.
-        sweep: the sweep.
-        at_once, on_exploit, on_stop_all: see `tune_trials`.
+        driver: of the sweep.
     """
 
-    def __init__(
-        self,
-        search: Search,
-        sweep: Sweep,
-        *,
-        at_once: Callable[[], int],
-        on_exploit: OnExploit,
-        on_stop_all: Callable[[str], None],
-    ) -> None:
+    def __init__(self, driver: SweepDriver) -> None:
         super().__init__()
-        self._search, self._sweep, self._at_once, self._on_exploit = search, sweep, at_once, on_exploit
-        self._stopper, self._on_stop_all = as_stopper(search.stop), on_stop_all
-        self._inner = make_schedulers(search)
+        self._driver, self._search, self._sweep = driver, driver.search, driver.sweep
+        self._stopper = as_stopper(self._search.stop)
+        self._inner = make_schedulers(self._search)
         self._is_pbt = isinstance(self._inner[0], PopulationBasedTraining)
         self._stopped: set[str] = set()
         self._trials: dict[str, TuneTrial] = {}
@@ -77,7 +66,7 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
     def has_room(self) -> bool:
         """Return whether one more trial may train."""
         training = (TuneTrial.PENDING, TuneTrial.RUNNING)
-        return sum(trial.status in training for trial in self._trials.values()) < self._at_once()
+        return sum(trial.status in training for trial in self._trials.values()) < self._driver.max_concurrent
 
     def training_error(self, trial_id: str) -> str:
         """Return the last line of a trial's error, from Ray Tune's file on this machine."""
@@ -120,8 +109,8 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
             if self._stopper(trial_name(trial), result):
                 return self._stop(trial, f"{ENDED_EARLY} after {self._count(result)}")
             if self._stopper.stop_all():
-                self._on_stop_all(f"search.stop ({type(self._stopper).__name__}) ended the sweep")
-        if decision == TrialScheduler.PAUSE and self._is_pbt and len(self._trials) <= self._at_once():
+                self._driver.reach_goal(f"search.stop ({type(self._stopper).__name__}) ended the sweep")
+        if decision == TrialScheduler.PAUSE and self._is_pbt and len(self._trials) <= self._driver.max_concurrent:
             # PBT pauses to make room for a waiting trial, but all have room.
             return str(TrialScheduler.CONTINUE)
         return decision
@@ -187,7 +176,8 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
         checkpoint = trial.latest_checkpoint_result.checkpoint
         name = str(before["trial"])
         values = {path: value for path, value in trial.config.items() if path not in ("trial", "resume")}
-        typed, resume = self._on_exploit(name, read_pointer(checkpoint).checkpoint, values)
+        source = read_pointer(checkpoint).checkpoint
+        typed, resume = retry_storage(lambda: self._driver.exploited(name, source, values))
         trial.set_config({**typed, "trial": name, "resume": resume})
 
     def _pruned(self, result: Mapping[str, Any]) -> str:

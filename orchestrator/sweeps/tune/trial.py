@@ -52,9 +52,7 @@ class SweepTask:
         start: the experiment without the values of a trial, and what the trials import.
         sweep_dir: folder of the sweep.
         metric, mode: the objective.
-        pauses: whether the scheduler needs a checkpoint of each evaluation.
-        may_change: whether the values of a trial may change while it trains.
-        trains_here: whether most trials train in the process that Ray Tune starts, which then imports what they need.
+        pauses: whether the scheduler needs a checkpoint of each evaluation, and may change the values of a trial.
     """
 
     start: Start
@@ -62,8 +60,6 @@ class SweepTask:
     metric: str
     mode: Mode
     pauses: bool
-    may_change: bool
-    trains_here: bool
 
 
 def run_trial(config: dict[str, Any], task: SweepTask) -> None:
@@ -100,7 +96,7 @@ def _train_trial(run: Run, experiment: Experiment, resume: str, task: SweepTask)
             callbacks=[*reports, *trial_callbacks(saves=task.pauses, is_adopted=resume != "auto")],
             # The sweep's driver enforces the wait: a trial may have to wait for others to end.
             enforce_wait=False,
-            resume_options=ResumeOptions(resume=resume, accept_changes=task.may_change),
+            resume_options=ResumeOptions(resume=resume, accept_changes=task.pauses),
         ).run()  # fmt: skip
         if result.status == "completed":
             check_metric(task.metric, result.metrics, "a trial")
@@ -111,7 +107,7 @@ def _train_trial(run: Run, experiment: Experiment, resume: str, task: SweepTask)
         run.update(status="failed", reason="", error=summarize_error(error), ended=now())
         write_driver_ended(run, "failed")
         return
-    if task.may_change:
+    if task.pauses:
         # A checkpoint of another trial contains that trial's best value.
         best = retry_storage(lambda: _best_of_own_evaluations(run, task))
         result = replace(result, best_metric=best.value, best_step=best.step)

@@ -14,7 +14,7 @@ def train_trial(config: dict[str, Any], packed: bytes, trains_here: bool) -> Non
     Args:
         config: values of the trial.
         packed: the pickled `SweepTask`; unpickling it imports torch and most of Headway.
-        trains_here: its field of this name.
+        trains_here: whether most trials train in this process, which then imports what they need.
     """
     _import_all(trains_here)
     from .trial import run_trial

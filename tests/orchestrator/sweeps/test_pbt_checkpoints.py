@@ -55,14 +55,14 @@ def test_a_sweep_of_which_a_trial_was_stopped_has_not_completed(tmp_path: Path) 
     driver = lead(tmp_path)
     driver._signals = StopSignals()
     for _ in range(2):
-        driver._next()
+        driver.next_trial()
     assert len(driver._display._rows) == 2
     Run(str(tmp_path / "pbt/trial-000")).update(status="completed", reason="max_steps=9 reached")
-    driver._ended("trial-000", None)
+    driver.ended("trial-000", None)
     stopped = Run(str(tmp_path / "pbt/trial-001"))
     request_stop(stopped.folder, StopRequest(reason="headway runs stop"))
     stopped.update(status="stopped", reason="headway runs stop")
-    driver._ended("trial-001", None)
+    driver.ended("trial-001", None)
     assert driver._display._rows == {}
     assert driver._outcome() == ("stopped", "not trained to the end: trial-001")
     assert [trial.name for trial in lead(tmp_path)._waiting] == ["trial-001"]
@@ -90,7 +90,7 @@ def saves(storage: Path) -> None:
 def test_the_checkpoint_of_a_donor_stays_until_the_trial_has_saved_one_of_its_own(begun: Path) -> None:
     given = train_donor(begun, 2)
     driver = lead(begun)
-    values, resume = driver._exploited("trial-001", given, {RATE: 0.02})
+    values, resume = driver.exploited("trial-001", given, {RATE: 0.02})
     assert (values[RATE], resume) == (0.02, given)
     # The donor continues twice, and would keep only its newest checkpoint and the one it resumed from.
     train_donor(begun, 4)
@@ -100,10 +100,10 @@ def test_the_checkpoint_of_a_donor_stays_until_the_trial_has_saved_one_of_its_ow
     run_dir = str(begun / "pbt/trial-001")
     before = EventWriter(Folder(run_dir), "rank-0", start=Run(run_dir).lease)
     before.add("checkpoint_saved", step=1, path="step-00000001")
-    driver._reported("trial-001", {})
+    driver.reported("trial-001", {})
     assert pinned(given)
     saves(begun)
-    driver._reported("trial-001", {})
+    driver.reported("trial-001", {})
     assert not pinned(given)
     train_donor(begun, 8)
     with pytest.raises(CheckpointError):
@@ -113,9 +113,9 @@ def test_the_checkpoint_of_a_donor_stays_until_the_trial_has_saved_one_of_its_ow
 def test_values_of_a_donor_stay_as_they_are_where_others_would_be_none(begun: Path) -> None:
     given = train_donor(begun, 2)
     driver = lead(begun)
-    values, resume = driver._exploited("trial-001", given, {RATE: 0.02, "config.max_steps": -1})
+    values, resume = driver.exploited("trial-001", given, {RATE: 0.02, "config.max_steps": -1})
     assert (values[RATE], resume) == (0.02, given), "what is no part of the space is passed over"
-    values, resume = driver._exploited("trial-001", given, {RATE: "much"})
+    values, resume = driver.exploited("trial-001", given, {RATE: "much"})
     assert (values[RATE], resume) == (0.01, given)
     *_, change = [each for each in read_events(Folder(str(begun / "pbt"))) if each["event"] == "trial_changed"]
     assert change["values"] == {RATE: 0.01}
@@ -123,7 +123,7 @@ def test_values_of_a_donor_stay_as_they_are_where_others_would_be_none(begun: Pa
 
 def test_a_driver_that_was_killed_leaves_no_pin_for_good(begun: Path) -> None:
     given = train_donor(begun, 2)
-    lead(begun)._exploited("trial-001", given, {RATE: 0.02})
+    lead(begun).exploited("trial-001", given, {RATE: 0.02})
     # A resumed sweep starts the trial there, and keeps the checkpoint for it.
     again = lead(begun)
     assert again._trials["trial-001"].resume == given
@@ -137,7 +137,7 @@ def test_what_is_gone_is_replaced_by_the_newest_and_what_a_person_has_pinned_sta
     gone, _, there = train_donor(begun, 2), train_donor(begun, 4), train_donor(begun, 6)
     assert not Path(gone).exists()
     driver = lead(begun)
-    assert driver._exploited("trial-001", gone, {RATE: 0.02})[1] == there
+    assert driver.exploited("trial-001", gone, {RATE: 0.02})[1] == there
     (change,) = [each for each in read_events(Folder(str(begun / "pbt"))) if each["event"] == "trial_changed"]
     assert (change["checkpoint"], change["pinned"]) == (there, True)
     assert Run(str(begun / "pbt/trial-001")).experiment().config.learning_rate == 0.02

@@ -27,7 +27,7 @@ from headway.orchestrator.storage.folder import Folder
 from headway.orchestrator.sweeps.driver import SweepDriver
 from headway.orchestrator.sweeps.record import Sweep
 from headway.orchestrator.sweeps.schedulers import Scheduler
-from headway.orchestrator.sweeps.tune import adapter as tune_adapter, ray_schedulers as tune_schedulers
+from headway.orchestrator.sweeps.tune import ray_schedulers as tune_schedulers
 from headway.orchestrator.sweeps.tune.ray_schedulers import GracefulStopScheduler, reports_of_ended_trials
 from headway.orchestrator.train.signals import StopSignals
 from headway.trainer.errors import ConfigError
@@ -38,14 +38,14 @@ SPACE = {"config.learning_rate": LogUniform(1e-4, 1e-1)}
 
 
 def gentle(sweep: Sweep, search: Search) -> tuple[GracefulStopScheduler, Any]:
-    scheduler = GracefulStopScheduler(
-        search,
-        sweep,
-        at_once=lambda: 1,
-        on_exploit=lambda *_: pytest.fail("no PBT"),
-        on_stop_all=lambda _: pytest.fail("no stopper"),
+    driver: Any = SimpleNamespace(
+        search=search,
+        sweep=sweep,
+        max_concurrent=1,
+        exploited=lambda *_: pytest.fail("no PBT"),
+        reach_goal=lambda _: pytest.fail("no stopper"),
     )
-    return scheduler, SimpleNamespace()
+    return GracefulStopScheduler(driver), SimpleNamespace()
 
 
 @pytest.mark.parametrize(
@@ -136,27 +136,26 @@ def lead(search: Search, folder: str) -> SweepDriver:
 def test_a_storage_that_is_away_for_a_moment_does_not_end_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     fsspec.register_implementation("leaving", Leaving)
     leader = lead(Search(space=SPACE, trials=2), "leaving://away")
-    sweep = leader._sweep
+    sweep = leader.sweep
     given: list[str] = []
 
-    def tune_trials(*_: Any, next_trial: Any, on_end: Any, **__: Any) -> None:
+    def tune_trials(driver: SweepDriver) -> None:
         while True:
             Leaving.is_away = True
             threading.Timer(0.5, setattr, (Leaving, "is_away", False)).start()
-            if (found := next_trial()) is None:
+            if not isinstance(found := driver.next_trial(), tuple):
                 break
             given.append(found[0].name)
             Run(found[0].run_dir).update(status="completed")
             Leaving.is_away = True
             threading.Timer(0.5, setattr, (Leaving, "is_away", False)).start()
-            on_end(found[0].name, None)
+            driver.ended(found[0].name, None)
 
     monkeypatch.setattr(Leaving, "is_away", False)
-    monkeypatch.setattr(tune_adapter, "tune_trials", tune_trials)
     # Each iteration of the driver must write.
     monkeypatch.setattr("headway.orchestrator.runs.run.HEARTBEAT_S", 0.0)
     capacity: Any = SimpleNamespace(summary="", max_concurrent=1, poll=lambda: None)
-    assert leader.run(capacity, leave_s=0.0) == ("completed", "all trials have ended")
+    assert leader.run(capacity, tune_trials, leave_s=0.0) == ("completed", "all trials have ended")
     assert given == ["trial-000", "trial-001"]
     Leaving.is_away = False
     journal = [(each["event"], each["trial"]) for each in read_events(sweep.folder)]
@@ -164,31 +163,28 @@ def test_a_storage_that_is_away_for_a_moment_does_not_end_a_sweep(monkeypatch: p
     assert journal == [(kind, name) for name in given for kind in ("trial_suggested", "trial_ended")]
 
 
-def test_a_sweep_that_gives_up_the_wait_for_machines_lets_no_trial_begin(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_that_gives_up_the_wait_for_machines_lets_no_trial_begin(tmp_path: Path) -> None:
     leader = lead(Search(space=SPACE, trials=2), str(tmp_path))
     seen: list[bool] = []
 
-    def tune_trials(*_: Any, next_trial: Any, is_over: Any, at_once: Any, **__: Any) -> None:
-        assert at_once() == 1
-        next_trial()
+    def tune_trials(driver: SweepDriver) -> None:
+        assert driver.max_concurrent == 1
+        driver.next_trial()
         deadline_s = time.monotonic() + 120
-        while not is_over() and time.monotonic() < deadline_s:
+        while not driver.is_over and time.monotonic() < deadline_s:
             time.sleep(0.01)
-        seen.append(is_over())
+        seen.append(driver.is_over)
 
     def look() -> None:
         raise ConfigError("a trial has not come up")
 
-    monkeypatch.setattr(tune_adapter, "tune_trials", tune_trials)
     capacity: Any = SimpleNamespace(summary="", max_concurrent=1, poll=look)
     with pytest.raises(ConfigError, match="a trial has not come up"):
-        leader.run(capacity, leave_s=10.0)
+        leader.run(capacity, tune_trials, leave_s=10.0)
     assert seen == [True]
-    leader._sweep.update(status="failed")
+    leader.sweep.update(status="failed")
     # Not a failure of the trial, which the next driver resumes.
-    assert [(trial.status, trial.has_ended) for trial in leader._sweep.trials()] == [("interrupted", False)]
+    assert [(trial.status, trial.has_ended) for trial in leader.sweep.trials()] == [("interrupted", False)]
 
 
 def test_a_driver_of_a_sweep_loses_no_wish_to_a_storage_that_is_away_and_gives_up_in_the_end(
@@ -202,7 +198,7 @@ def test_a_driver_of_a_sweep_loses_no_wish_to_a_storage_that_is_away_and_gives_u
     assert leader._poll() is None
     Leaving.is_away = False
     assert leader._poll() is None
-    stop = read_stop_request(leader._sweep.folder)
+    stop = read_stop_request(leader.sweep.folder)
     assert stop is not None
     assert stop.status == "interrupted"
     assert leader._stop == stop

@@ -205,12 +205,12 @@ def test_an_object_with_suggest_is_an_algorithm_and_a_resumed_sweep_keeps_its_su
     assert search.suggest(2, tried) == {RATE: 0.02, DROPOUT: 0.5}
     sweep = open_sweep(experiment(tmp_path), search)
     console = SweepConsole("validation/loss", "min", Console(file=io.StringIO()))
-    first: Any = SweepDriver(experiment(tmp_path), search, sweep, StopSignals(), console)._next()
+    first: Any = SweepDriver(experiment(tmp_path), search, sweep, StopSignals(), console).next_trial()
     assert first[0].values == {RATE: 0.1, DROPOUT: 0.5}
     sweep.note("trial_ended", trial="trial-000", status="completed", metric=0.5, steps=4)
     sweep.update(status="failed")
     resumed = open_sweep(experiment(tmp_path), search)
-    second: Any = SweepDriver(experiment(tmp_path), search, resumed, StopSignals(), console)._next()
+    second: Any = SweepDriver(experiment(tmp_path), search, resumed, StopSignals(), console).next_trial()
     assert (second[0].name, second[0].values[RATE]) == ("trial-001", 0.05)
     assert Sweep(sweep.sweep_dir).record.search["algorithm"] == "Bisection"
     resumed.update(status="failed")

@@ -38,7 +38,7 @@ from tests.tiny import TinyConfig, TinyTrainer
 def task_of_a_sweep(storage: Path, found: Experiment, **changes: Any) -> SweepTask:
     return SweepTask(**{
         "start": Start.of(found, ResumeOptions()), "sweep_dir": str(storage), "metric": "validation/loss",
-        "mode": "min", "pauses": False, "may_change": False, "trains_here": found.scaling.max_workers == 1, **changes,
+        "mode": "min", "pauses": False, **changes,
     })  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def test_a_trial_that_goes_on_from_another_one_is_not_as_good_as_that_one_was(
     found = experiment(tmp_path, max_steps=None, max_epochs=3, checkpoint=CheckpointConfig(background=False))
     open_run(found)
     bad = {"config.learning_rate": 5.0, "trial": "tiny", "resume": donor.last_checkpoint}
-    run_trial(bad, task_of_a_sweep(tmp_path, found, pauses=True, may_change=True))
+    run_trial(bad, task_of_a_sweep(tmp_path, found, pauses=True))
     record = Run(found.run_dir).record
     assert (record.status, record.steps, len(told)) == ("completed", 36, 2)
     own = {report["step"]: report["validation/loss"] for report in told}

@@ -140,6 +140,7 @@ class JournalSearcher(NotPickled, Searcher):  # type: ignore[misc]
             return None
         found = self._driver.next_trial()
         if found is None:
+            self._scheduler.has_all_trials = True
             return str(Searcher.FINISHED)
         if found == "wait":
             return None

@@ -24,7 +24,7 @@ from ray.tune.stopper import FunctionStopper
 
 from ...runs.metric_history import metric_by_step
 from ...runs.pointer import read_pointer
-from ...runs.requests import StopRequest, request_stop
+from ...runs.requests import StopRequest, read_stop_request, request_stop
 from ...runs.run import Run, now
 from ...storage.folder import Folder, retry_storage
 from ..driver import SweepDriver
@@ -52,10 +52,14 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
 
     Args:
         driver: of the sweep.
+
+    Attributes:
+        has_all_trials: whether no more trials will be added.
     """
 
     def __init__(self, driver: SweepDriver) -> None:
         super().__init__()
+        self.has_all_trials = False
         self._driver, self._search, self._sweep = driver, driver.search, driver.sweep
         self._stopper = as_stopper(self._search.stop)
         self._inner = make_schedulers(self._search)
@@ -65,8 +69,11 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
 
     def has_room(self) -> bool:
         """Return whether one more trial may train."""
-        training = (TuneTrial.PENDING, TuneTrial.RUNNING)
-        return sum(trial.status in training for trial in self._trials.values()) < self._driver.max_concurrent
+        return self._num_training < self._driver.max_concurrent
+
+    @property
+    def _num_training(self) -> int:
+        return sum(trial.status in (TuneTrial.PENDING, TuneTrial.RUNNING) for trial in self._trials.values())
 
     def training_error(self, trial_id: str) -> str:
         """Return the last line of a trial's error, from Ray Tune's file on this machine."""
@@ -133,7 +140,19 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
         chosen = self._inner[0].choose_trial_to_run(controller)
         if chosen is not None and chosen.status == TuneTrial.PAUSED and not self.has_room():
             return None
+        if chosen is None and self.has_all_trials and not self._num_training:
+            self._end_forgotten(controller)
         return chosen
+
+    def _end_forgotten(self, controller: Any) -> None:
+        """End trials that would stay paused forever, unless the sweep is being stopped.
+
+        Ray's `HyperBandScheduler` forgets a trial that is still saving when the last one of its bracket ends.
+        """
+        paused = [trial for trial in self._trials.values() if trial.status == TuneTrial.PAUSED]
+        if paused and retry_storage(lambda: read_stop_request(self._sweep.folder)) is None:
+            for trial in paused:
+                controller.stop_trial(trial)
 
     def debug_string(self) -> str:
         """Return the debug text of Ray's scheduler."""

@@ -14,13 +14,14 @@ from typing import Any
 
 import fsspec
 import pytest
+from ray.tune.schedulers import HyperBandScheduler
 from ray.tune.search import Searcher, SearchGenerator
 from rich.console import Console
 
 from headway.orchestrator import ASHA, PBT, HyperBand, LogUniform, MedianStopping, Search, StorageError
 from headway.orchestrator.cli.sweep_console import SweepConsole
 from headway.orchestrator.runs.open import open_sweep
-from headway.orchestrator.runs.requests import read_stop_request
+from headway.orchestrator.runs.requests import StopRequest, read_stop_request, request_stop
 from headway.orchestrator.runs.run import Run
 from headway.orchestrator.storage.events import EventWriter, read_events
 from headway.orchestrator.storage.folder import Folder
@@ -125,6 +126,32 @@ def test_pbt_runs_beside_a_searcher_and_trials_train_without_it_if_a_later_ray_r
     report = {"validation/loss": 1.0, "evaluations": 1, "training_iteration": 1, "step": 1}
     assert scheduler.on_trial_result(controller, trial, report) == "CONTINUE"
     assert "FIFO" in scheduler.debug_string()
+
+
+def test_a_trial_that_a_scheduler_forgets_while_it_is_paused_ends(tmp_path: Path) -> None:
+    """Ray's `HyperBandScheduler` does so with a trial that is still saving when its bracket ends."""
+    search = Search(space=SPACE, trials=2, scheduler=HyperBandScheduler(time_attr="evaluations", max_t=4))
+    sweep = open_sweep(experiment(tmp_path), search)
+    scheduler, _ = gentle(sweep, search)
+    ended: list[str] = []
+    controller: Any = SimpleNamespace(stop_trial=lambda trial: ended.append(trial.trial_id))
+    forgotten, last = (tune_schedulers.replayed_trial(f"trial-00{index}") for index in range(2))
+    for trial, status in ((forgotten, "PAUSED"), (last, "RUNNING")):
+        scheduler.on_trial_add(controller, trial)
+        trial.set_status(status)
+    scheduler.has_all_trials = True
+    assert scheduler.choose_trial_to_run(controller) is None
+    assert not ended, "the last one still trains"
+    last.set_status("TERMINATED")
+    scheduler.has_all_trials = False
+    assert scheduler.choose_trial_to_run(controller) is None
+    assert not ended, "there may be other trials"
+    scheduler.has_all_trials = True
+    assert scheduler.choose_trial_to_run(controller) is None
+    assert ended == ["trial-000"]
+    request_stop(sweep.folder, StopRequest(reason="stopped"))
+    scheduler.choose_trial_to_run(controller)
+    assert ended == ["trial-000"], "it resumes with the sweep"
 
 
 def lead(search: Search, folder: str) -> SweepDriver:

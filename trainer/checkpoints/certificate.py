@@ -19,7 +19,7 @@ from ..distributed.dtensor import to_local
 from ..distributed.world import World
 from ..errors import ResumeError
 from ..loop.progress import Progress
-from .format.digests import digest_of, digests_by_key, tensor_digest
+from .format.digests import digest_of, digests_by_key, tensor_digests
 from .format.plain_values import encode_state
 from .store import Checkpoint, CheckpointWarning, Loaded
 
@@ -239,10 +239,10 @@ def _changed_tensors(loaded: Loaded, parts: Mapping[str, Stateful]) -> Iterator[
         if part.split("/")[0] not in ("models", "optimizers"):
             continue
         live = encode_state(part, owner.state_dict())[1]
+        digests = tensor_digests({name: to_local(each) for name, each in live.items()})
         saved = {name: each for name, each in loaded.tensors.items() if name.startswith(f"{part}/")}
-        for name in sorted(live.keys() | saved.keys()):
-            before = saved.get(name, "absent")
-            now = tensor_digest(to_local(live[name])) if name in live else "absent"
+        for name in sorted(digests.keys() | saved.keys()):
+            before, now = saved.get(name, "absent"), digests.get(name, "absent")
             # A dtype differs only after a change of the config, which has been accepted by now.
             if before != now and (before.split()[0] == now.split()[0] or "absent" in (before, now)):
                 yield _Change(name, before, now, _ANOTHER)

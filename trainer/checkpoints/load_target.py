@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -26,26 +26,24 @@ class SupportsLoadTarget(Protocol):
         """
 
 
-def live_tensors(part: str, owner: Stateful) -> dict[str, torch.Tensor]:
-    """Return the tensors of a part's state by name, as patterns for `allocate_target`; none if it provides targets."""
-    if isinstance(owner, SupportsLoadTarget):
-        return {}
-    return {"/".join((part, *path)): tensor for path, tensor in iter_tensors(owner.state_dict())}
-
-
-def allocate_target(
-    part: str, owner: object, live: Mapping[str, torch.Tensor], name: str, size: torch.Size, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return the tensor into which the tensor `name` of a checkpoint is read.
+def target_allocator(part: str, owner: Stateful) -> Callable[[str, torch.Size, torch.dtype], torch.Tensor]:
+    """Return a function from name, size and saved dtype of a part's tensor to the tensor into which it is read.
 
     Only a part itself may provide the live tensor: two parts may share one, such as an average that still equals its
     model.
     """
-    if isinstance(owner, SupportsLoadTarget):
-        placed = owner.load_target(tuple(name[len(part) + 1 :].split("/")), size, dtype)
-        if placed is not None:
-            return placed
-    like = live.get(name)
-    if isinstance(like, DTensor) and like.shape == size:
-        return torch.empty_like(like, dtype=dtype, requires_grad=False)
-    return torch.empty(size, dtype=dtype)
+    # Asked once: `isinstance` of a protocol takes longer than the rest.
+    target_of = owner.load_target if isinstance(owner, SupportsLoadTarget) else None
+    live = {} if target_of else {"/".join((part, *path)): each for path, each in iter_tensors(owner.state_dict())}
+
+    def allocate(name: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        if target_of is not None:
+            placed = target_of(tuple(name[len(part) + 1 :].split("/")), size, dtype)
+            if placed is not None:
+                return placed
+        like = live.get(name)
+        if isinstance(like, DTensor) and like.shape == size:
+            return torch.empty_like(like, dtype=dtype, requires_grad=False)
+        return torch.empty(size, dtype=dtype)
+
+    return allocate

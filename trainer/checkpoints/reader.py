@@ -17,12 +17,12 @@ from ..data.protocols import Mergeable, Stateful
 from ..distributed.dtensor import own_part, to_local
 from ..distributed.world import World
 from ..errors import CheckpointError
-from .format.digests import digests_by_key, tensor_digest
+from .format.digests import digests_by_key, tensor_digests
 from .format.file_checksums import FileChecksum
 from .format.plain_values import decode_state, tensor_names
 from .format.strict_json import parse_json
 from .format.tensor_files import DTYPES, TensorReader, open_tensors
-from .load_target import allocate_target, live_tensors
+from .load_target import target_allocator
 from .snapshot import STATE, Shard, rank_json, rank_of, tensor_file
 from .storage import Storage
 
@@ -87,11 +87,11 @@ class CheckpointReader:
         if missing := sorted(parts.keys() - self._encoded.keys()):
             raise CheckpointError(f"it has no {', '.join(missing)}; it has {', '.join(sorted(self._encoded))}")
         for part, owner in parts.items():
-            live = live_tensors(part, owner)
+            allocate = target_allocator(part, owner)
             for name in tensor_names(self._encoded[part]):
                 if name not in self._targets:
                     dtype, shape = self._layout(name)
-                    self._targets[name] = allocate_target(part, owner, live, name, torch.Size(shape), dtype)
+                    self._targets[name] = allocate(name, torch.Size(shape), dtype)
 
     def read_tensors(self, unverified: Mapping[str, FileChecksum]) -> dict[str, str]:
         """Read the tensors, of sharded ones this rank's shards, and return digests of what was read, by name.
@@ -127,7 +127,7 @@ class CheckpointReader:
                     if name not in whole:
                         into.copy_(block)
                 known |= reader.read_into(whole, check=unverified.get(file))
-        return {name: tensor_digest(to_local(target), known.get(name)) for name, target in self._targets.items()}
+        return tensor_digests({name: to_local(target) for name, target in self._targets.items()}, known)
 
     def load_into(self, parts: Mapping[str, Stateful]) -> None:
         """Load the shared parts.

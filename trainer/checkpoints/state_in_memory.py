@@ -13,7 +13,7 @@ from ..distributed.dtensor import to_local
 from ..distributed.world import World
 from ..errors import CheckpointError, ResumeError
 from .format.plain_values import decode_state, encode_state
-from .load_target import allocate_target, live_tensors
+from .load_target import target_allocator
 
 
 def capture_state(parts: Mapping[str, Stateful], rank_parts: Mapping[str, Stateful], world: World) -> dict[str, Any]:
@@ -85,11 +85,11 @@ def restore_state(
 
 
 def _decode_captured(state: Mapping[str, Any], part: str, owner: Stateful) -> Any:
-    live = live_tensors(part, owner)
+    allocate = target_allocator(part, owner)
 
     def filled(name: str) -> torch.Tensor:
         saved, (shape, sharding) = state["tensors"][name], state["layouts"][name]
-        target = allocate_target(part, owner, live, name, torch.Size(shape), saved.dtype)
+        target = allocate(name, torch.Size(shape), saved.dtype)
         if _sharding(target) != sharding:
             raise ResumeError(
                 f"{name} was {sharding or 'not sharded'} and is now {_sharding(target) or 'not sharded'}: load a state "

@@ -28,12 +28,12 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
+import xxhash
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from headway.trainer.checkpoints import scan, storage as storage_module
-from headway.trainer.checkpoints.format.digests import tensor_digest
-from headway.trainer.checkpoints.format.file_checksums import FileChecksum
+from headway.trainer.checkpoints.format.digests import tensor_digests
 from headway.trainer.checkpoints.retention import mark_kept, unmark_kept
 from headway.trainer.checkpoints.rng import RngState, seed_everything
 from headway.trainer.checkpoints.storage import open_storage
@@ -304,15 +304,38 @@ def test_tensors_are_verified_and_loaded_by_reading_each_byte_once(
 ) -> None:
     store = CheckpointStore(str(tmp_path), world=ALONE)
     saved = save(store, 1, part=torch.randn(700_001), other=torch.arange(9_000))
-    preadv, of, counts, verified = os.preadv, FileChecksum.of, [], []
-    monkeypatch.setattr(os, "preadv", lambda *args: counts.append(preadv(*args)) or counts[-1])
-    monkeypatch.setattr(FileChecksum, "of", lambda path: verified.append(path.name) or of(path))
+    preadv, counts = os.preadv, collections.Counter[str]()
+
+    def counting(descriptor: int, *args: Any) -> int:
+        count = preadv(descriptor, *args)
+        counts[Path(os.readlink(f"/proc/self/fd/{descriptor}")).name] += count
+        return count
+
+    monkeypatch.setattr(os, "preadv", counting)
     again = CheckpointStore(str(tmp_path), world=ALONE)
     newest = again.newest_good(is_loaded_next=True)
     assert newest == saved
     load(again, newest, "part")
-    assert sum(counts) == (Path(saved.path) / "rank-00000.safetensors").stat().st_size
-    assert set(verified) == {"state.json", "rank-00000.json"}
+    assert counts["rank-00000.safetensors"] == (Path(saved.path) / "rank-00000.safetensors").stat().st_size
+    assert counts.keys() == {"rank-00000.safetensors", "state.json", "rank-00000.json"}
+
+
+def test_the_checksum_of_a_tensor_file_is_that_of_the_checksums_of_its_header_and_tensors(tmp_path: Path) -> None:
+    store = CheckpointStore(str(tmp_path), world=ALONE)
+    tensors = {"wide": torch.randn(5, dtype=torch.double), "empty": torch.ones(0), "one": torch.tensor(2.0)}
+    saved = save(store, 1, part=tensors, other=torch.arange(600_001, dtype=torch.int16))
+    file = Path(saved.path) / "rank-00000.safetensors"
+    content = file.read_bytes()
+    data = 8 + int.from_bytes(content[:8], "little")
+    entries = json.loads(content[8:data])
+    del entries["__metadata__"]
+    sections = [content[:data]]
+    for begin, end in sorted(each["data_offsets"] for each in entries.values() if 0 not in each["shape"]):
+        sections.append(content[data + begin : data + end])
+    assert b"".join(sections) == content
+    checksum = xxhash.xxh3_128_hexdigest(b"".join(xxhash.xxh3_128_digest(each) for each in sections))
+    manifest = json.loads((Path(saved.path) / "manifest.json").read_bytes())
+    assert manifest["files"][file.name] == [len(content), f"xxh3_128:{checksum}"]
 
 
 class Transposed(Held):
@@ -328,7 +351,7 @@ def test_the_digest_of_what_is_read_is_that_of_the_file_in_whatever_order_the_me
     loaded = store.load({"part": part}, rank_parts={}, checkpoint=save(store, 1, part=rows))
     assert torch.equal(part.state, rows)
     assert not part.state.is_contiguous()
-    assert loaded.tensors == {"part/held": tensor_digest(rows)}
+    assert loaded.tensors == tensor_digests({"part/held": rows})
 
 
 def test_a_read_that_fails_for_a_moment_while_a_checkpoint_is_loaded_is_tried_again(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import xxhash
 from .plain_values import tensor_names
 from .strict_json import dump_json
 from .tensor_files import bytes_of
+from .threads import in_threads
 
 
 def digest_of(value: Any) -> str:
@@ -24,9 +26,20 @@ def digest_of(value: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def tensor_digest(tensor: torch.Tensor, xxh3_64: str | None = None) -> str:
-    """Return the type of a local tensor and a digest of its bytes, such as "float32 0f3a..."; given it, if known."""
-    return f"{str(tensor.dtype).removeprefix('torch.')} {xxh3_64 or xxhash.xxh3_64_hexdigest(bytes_of(tensor))}"
+def tensor_digests(
+    tensors: Mapping[str, torch.Tensor], known: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str]:
+    """Return, by name, the type of each local tensor and XXH3-128 of its bytes, such as "float32 0f3a...".
+
+    Args:
+        tensors: by name.
+        known: XXH3-128 of some of them, in hex digits.
+    """
+    unknown = [name for name in tensors if name not in known]
+    # Copied from devices here: another thread would make a context on device 0.
+    digests = in_threads(xxhash.xxh3_128_hexdigest, (bytes_of(tensors[name]) for name in unknown), len)
+    found = {**known, **dict(zip(unknown, digests, strict=True))}
+    return {name: f"{str(each.dtype).removeprefix('torch.')} {found[name]}" for name, each in tensors.items()}
 
 
 def digests_by_key(encoded: Any, tensor_of: Callable[[str], torch.Tensor]) -> dict[str, str]:

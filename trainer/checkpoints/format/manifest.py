@@ -15,7 +15,7 @@ from .file_checksums import FileChecksum
 from .strict_json import parse_json
 
 MANIFEST = "manifest.json"
-FORMAT = 4
+FORMAT = 5
 # Names of files in the folder of the checkpoint, and of nothing outside of it.
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 

@@ -11,19 +11,17 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import xxhash
 
 from ...errors import CheckpointError
-from .file_checksums import FileChecksum, checksum_of
-from .strict_json import dump_json, parse_json
+from .file_checksums import PIECE_BYTES, FileChecksum, digest_of_section, read_header, sections_of
+from .strict_json import dump_json
+from .threads import in_threads
 
-# Small enough to stay in the CPU cache between the checksum and the write or read.
-_PIECE_BYTES = 1 << 20
 _ALIGNMENT = 64
-_MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors
 SAFETENSORS_NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -80,6 +78,9 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(numbers)
 
 
+_Span: TypeAlias = tuple[int, int]
+
+
 class TensorFile:
     """A safetensors file to be written; its tensors must not change until then.
 
@@ -114,22 +115,22 @@ class TensorFile:
 
         A checksum of the bytes in memory also detects corruption on the way to the disk.
         """
-        hasher = xxhash.xxh3_128()
+        digests = []
         with path.open("wb", buffering=0) as file:
-            for piece in self._pieces():
-                hasher.update(piece)
-                # One call may write less than it is given.
-                while len(piece := piece[file.write(piece) :]):
-                    pass
-        return FileChecksum(self.nbytes, checksum_of(hasher))
+            for section in self._sections():
+                hasher = xxhash.xxh3_128()
+                for begin in range(0, len(section), PIECE_BYTES):
+                    piece = section[begin : begin + PIECE_BYTES]
+                    hasher.update(piece)
+                    # One call may write less than it is given.
+                    while len(piece := piece[file.write(piece) :]):
+                        pass
+                digests.append(hasher.digest())
+        return FileChecksum.of_sections(self.nbytes, digests)
 
-    def _pieces(self) -> Iterator[memoryview]:
+    def _sections(self) -> Iterator[memoryview]:
         yield memoryview(self._header)
-        for tensor in self._tensors.values():
-            if tensor.numel():
-                data = bytes_of(tensor)
-                for begin in range(0, len(data), _PIECE_BYTES):
-                    yield data[begin : begin + _PIECE_BYTES]
+        yield from (bytes_of(tensor) for tensor in self._tensors.values() if tensor.numel())
 
 
 class TensorReader:
@@ -139,11 +140,15 @@ class TensorReader:
         file: as safetensors has opened it.
         name: name of the file, for messages.
         descriptor: of the same file.
-        begins: position of the data of each tensor in the file.
+        spans: begin and end of the data of each tensor in the file.
+        sections: those of all that the file's checksum is made of.
     """
 
-    def __init__(self, file: Any, name: str, descriptor: int, begins: Mapping[str, int]) -> None:
-        self._file, self._name, self._descriptor, self._begins = file, name, descriptor, begins
+    def __init__(
+        self, file: Any, name: str, descriptor: int, spans: Mapping[str, _Span], sections: Sequence[_Span]
+    ) -> None:
+        self._file, self._name, self._descriptor = file, name, descriptor
+        self._spans, self._sections = spans, sections
         self.names = frozenset(file.keys())
 
     def read(
@@ -162,52 +167,43 @@ class TensorReader:
         return tensor[index] if index else tensor
 
     def read_into(self, targets: Mapping[str, torch.Tensor], *, check: FileChecksum | None) -> dict[str, str]:
-        """Read whole tensors into those of their types and sizes on any device.
+        """Read whole tensors into those of their types and sizes on any device, in several threads.
 
         Args:
             targets: by name; those on the CPU that are contiguous are read into without a copy.
             check: size and checksum that the file must have; all of it is then read, once.
 
         Returns:
-            XXH3-64 of each tensor's bytes, which cost little: they have just been read.
+            XXH3-128 of each tensor's bytes, in hex digits.
 
         Raises:
             CheckpointError: the file is not the one that was written.
         """
-        of_file, digests, at = xxhash.xxh3_128(), {}, 0
-        scratch = memoryview(bytearray(_PIECE_BYTES))
+        names = {self._spans[name]: name for name in targets}
 
-        # The kernel copies, without a page fault for each page of the file.
-        def read(begin: int, into: memoryview, *hashers: Any) -> None:
-            while into:
-                if not (count := os.preadv(self._descriptor, [into[:_PIECE_BYTES]], begin)):
-                    raise CheckpointError(f"{self._name} is too short")
-                for each in hashers:
-                    each.update(into[:count])
-                into, begin = into[count:], begin + count
+        # Memory is allocated, and copied to devices, in this thread: another one would make a context on device 0.
+        def buffers() -> Iterator[tuple[_Span, torch.Tensor | None]]:
+            for span in sorted(names) if check is None else self._sections:
+                target = targets[names[span]] if span in names else None
+                if target is not None and not (target.is_cpu and target.is_contiguous()):
+                    target = torch.empty(target.shape, dtype=target.dtype)
+                yield span, target
 
-        def read_between(end: int) -> None:
-            for begin in range(at, end, _PIECE_BYTES):
-                read(begin, scratch[: end - begin], of_file)
+        def read(section: tuple[_Span, torch.Tensor | None]) -> tuple[_Span, torch.Tensor | None, bytes]:
+            span, buffer = section
+            into = None if buffer is None else bytes_of(buffer)
+            return span, buffer, digest_of_section(self._descriptor, *span, into)
 
-        for name in sorted(targets, key=self._begins.__getitem__):
-            target = buffer = targets[name]
-            if not (target.is_cpu and target.is_contiguous()):
-                buffer = torch.empty(target.shape, dtype=target.dtype)
-            begin, into, own = self._begins[name], bytes_of(buffer), xxhash.xxh3_64()
-            if check is None:
-                read(begin, into, own)
-            else:
-                read_between(begin)
-                read(begin, into, own, of_file)
-            digests[name], at = own.hexdigest(), begin + len(into)
-            if buffer is not target:
+        digests: dict[_Span, bytes] = {}
+        for span, buffer, digest in in_threads(read, buffers(), lambda section: section[0][1] - section[0][0]):
+            digests[span] = digest
+            if buffer is not None and buffer is not (target := targets[names[span]]):
                 target.copy_(buffer)
         if check is not None:
-            read_between(size := os.fstat(self._descriptor).st_size)
-            if FileChecksum(size, checksum_of(of_file)) != check:
+            size = os.fstat(self._descriptor).st_size
+            if FileChecksum.of_sections(size, list(digests.values())) != check:
                 raise CheckpointError(f"{self._name} has changed since it was written: its checksum differs")
-        return digests
+        return {name: digests[span].hex() for span, name in names.items()}
 
 
 def _aligned(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -228,16 +224,14 @@ def open_tensors(path: Path) -> Iterator[TensorReader]:
     """
     from safetensors import SafetensorError, safe_open
 
-    with path.open("rb") as header:
-        length = int.from_bytes(header.read(8), "little")
-        if length > min(path.stat().st_size, _MOST_HEADER_BYTES):
-            raise CheckpointError(f"{path.name} has a header of {length} bytes, and {path.stat().st_size} in all")
-        entries = parse_json(header.read(length), path.name, tensor_bytes=path.stat().st_size)
+    with path.open("rb") as file:
+        data, entries = read_header(file.fileno(), path.name)
         try:
             # It checks the header, too.
-            with safe_open(path, framework="pt") as file:
-                data = 8 + length
-                begins = {name: data + entries[name]["data_offsets"][0] for name in file.keys()}  # noqa: SIM118
-                yield TensorReader(file, path.name, header.fileno(), begins)
+            with safe_open(path, framework="pt") as tensors:
+                offsets = {name: entry["data_offsets"] for name, entry in entries.items()}
+                spans = {name: (data + begin, data + end) for name, (begin, end) in offsets.items()}
+                sections = sections_of(data, entries, os.fstat(file.fileno()).st_size)
+                yield TensorReader(tensors, path.name, file.fileno(), spans, sections)
         except SafetensorError as error:
             raise CheckpointError(f"{path.name} is not a safetensors file: {error}") from error

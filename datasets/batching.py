@@ -15,12 +15,9 @@ import torch
 from .arrow import NUMBERS, Rows, is_stackable, num_rows
 from .errors import DataError
 from .formats.base import RowSource, is_fetched_whole
-from .formats.packed_rows import DERIVED, PIECES, derive
+from .formats.derived_columns import empty, expand_packed, expand_padded
 from .plan import Batch, Read
 from .row_groups import RowGroup
-
-IGNORED = -100
-"""The label of padding: `ignore_index` of `torch.nn.functional.cross_entropy`."""
 
 HELD_BYTES = 2**30
 """Rows that a rank holds at most, or else `explain_large_fragments` names the largest fragment."""
@@ -182,7 +179,7 @@ class ShardBuffers:
         ends = list(accumulate(sum(each.sizes) for each in batches))
         if not ends[-1]:
             rows = self._last = self._last or self._filler_row()
-            columns = _derive_columns(
+            columns = expand_packed(
                 {name: gather_column([(column, np.zeros(1, np.intp))], 1, pin_memory) for name, column in rows.items()},
                 pin_memory,
             )
@@ -216,7 +213,7 @@ class ShardBuffers:
             )
             for name in rows
         }
-        columns = _derive_columns(columns, pin_memory)
+        columns = expand_packed(columns, pin_memory)
         return [
             GlobalBatch(
                 self._cut_all(columns, end - sum(each.sizes), each.sizes), each.sizes, each.global_num_samples, of
@@ -286,29 +283,11 @@ def gather_column(
         return objects
     first = pieces[0][0]
     # Copied once, into the (pin_memory) batch: the pieces are views of read buffers, which must not be written to.
-    tensor = _empty((length, *first.shape[1:]), first.dtype, pin_memory)
+    tensor = empty((length, *first.shape[1:]), first.dtype, pin_memory)
     array = tensor.numpy()
     for piece, positions in pieces:
         array[positions] = piece
     return tensor
-
-
-def _empty(shape: tuple[int, ...], dtype: npt.DTypeLike, pin_memory: bool) -> torch.Tensor:
-    if pin_memory:
-        return torch.empty(shape, dtype=torch.from_numpy(np.empty(0, dtype)).dtype, pin_memory=True)
-    # Not `torch.empty`, which maps new memory for each batch: that takes longer than copying the rows.
-    return torch.from_numpy(np.empty(shape, dtype))
-
-
-def _derive_columns(columns: dict[str, Any], pin_memory: bool) -> dict[str, Any]:
-    """Return the columns of a batch, those that compact packed rows lack included."""
-    if PIECES not in columns:
-        return columns
-    tokens = columns["tokens"]
-    derived = {name: _empty(tuple(tokens.shape), dtype, pin_memory) for name, dtype in DERIVED.items()}
-    derive(columns[PIECES].numpy(), *(each.numpy() for each in derived.values()))
-    others = {name: each for name, each in columns.items() if name not in ("tokens", PIECES)}
-    return {"tokens": tokens, **derived, **others}
 
 
 def cut_all(columns: dict[str, Any], first: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
@@ -326,25 +305,9 @@ def cut_all(columns: dict[str, Any], first: int, sizes: Sequence[int]) -> list[d
 def _take_all(columns: dict[str, Any], first: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
     """Return the same of rows that are batches: micro-batches of one row, without the dimension of the rows."""
     return [
-        _with_masks({name: column[0] for name, column in micro_batch.items()})
+        expand_padded({name: column[0] for name, column in micro_batch.items()})
         for micro_batch in cut_all(columns, first, sizes)
     ]
-
-
-def _with_masks(columns: dict[str, Any]) -> dict[str, Any]:
-    """Add what follows from the `tokens` and `lengths` of a padded batch; see `TokenBudget`."""
-    tokens, lengths = columns.get("tokens"), columns.get("lengths")
-    if not isinstance(tokens, torch.Tensor) or not isinstance(lengths, torch.Tensor) or tokens.ndim != 2:
-        return columns  # a transform has made something else of them
-    positions = torch.arange(tokens.shape[1], dtype=torch.int32)
-    mask = positions < lengths[:, None]
-    return {
-        "mask": mask,
-        "labels": tokens.long().masked_fill_(~mask, IGNORED),
-        "positions": positions * mask,
-        "document_ids": mask.int() - 1,
-        **columns,
-    }
 
 
 def _cut(columns: dict[str, Any], rows: range) -> dict[str, Any]:

@@ -7,14 +7,13 @@ documents are tokenized once, and each read is one range of this file, which is 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +22,7 @@ from .errors import DataError
 from .formats.base import DataFormat, RowSource
 from .formats.index_cache import Index
 from .formats.packed_rows import PackedRows
-from .formats.token_file import Group, Tokens, check_complete, document_name, open_tokens, write_groups
+from .formats.token_file import Group, TokenFileSource, Tokens, check_complete, open_tokens, write_groups
 from .mixture import MixedSource, Mixture
 from .paths import PathLike
 from .tokenizers import Tokenizer
@@ -123,13 +122,17 @@ class Packed:
         """
         documents = self.data.open()
         tokens_of = Tokens(self.column, self.tokenizer)
-        key = hashlib.sha256(f"{documents.fingerprint}\0{tokens_of}\0{self.length}\0{self.pad}".encode()).hexdigest()
-        path = Path(self.index).expanduser().absolute() / f"packed-{self.length}.{key[:16]}.npz"
-        index = open_tokens(path, documents, tokens_of, lambda file: self._build(documents, tokens_of, file))
+        options = f"{self.length}\0{self.pad}"
+        path, index = open_tokens(
+            *(documents, tokens_of, options),
+            folder=self.index,
+            name=f"packed-{self.length}",
+            build=lambda file: self._build(documents, tokens_of, file),
+        )
         if not index.arrays["rows"].any():
             raise DataError(f"{self} has no tokens")
         check_complete(path, 4 * self.length * int(index.arrays["rows"].sum()))
-        return PackedSource(self, documents, str(path.with_suffix(".rows")), index)
+        return PackedSource(documents, path, index, self)
 
     def _build(self, documents: RowSource, tokens_of: Tokens, path: Path) -> Index:
         """Write all rows to `path`, and return their index."""
@@ -173,29 +176,19 @@ def _pack_rows(documents: Sequence[npt.NDArray[np.int32]], row_length: int, pad:
 
 
 @dataclass(frozen=True)
-class PackedSource:
+class PackedSource(TokenFileSource):
     """Opened documents and their packed rows.
 
     Attributes:
+        documents, path: see `TokenFileSource`.
+        index: its arrays, and `pieces` (first piece of each group, and the end), `starts` and `ids` (of each piece, see
+            `PackedRows`).
         packed: the options.
-        documents: the opened documents.
-        path: the file with all rows.
-        index: arrays `lengths` (of all documents), `groups` (first fragment of each group, and the end), `rows` and
-            `checksums` (of each group), `pieces` (first piece of each group, and the end), `starts` and `ids` (of each
-            piece, see `PackedRows`).
         compact_rows: whether fragments have compact rows, see `PackedRows`.
     """
 
     packed: Packed
-    documents: RowSource
-    path: str
-    index: Index
     compact_rows: bool = False
-
-    @property
-    def rows(self) -> int:
-        """Number of packed rows."""
-        return int(self.fragment_rows.sum())
 
     @property
     def tokens(self) -> int:
@@ -208,31 +201,18 @@ class PackedSource:
         return self.rows * self.packed.length - self.tokens
 
     @property
-    def skipped_rows(self) -> int:
-        """Damaged documents that are left out."""
-        return self.documents.skipped_rows
-
-    @cached_property
-    def fragment_rows(self) -> npt.NDArray[np.int64]:
-        """Rows of each group that has any."""
-        rows: npt.NDArray[np.int64] = self.index.arrays["rows"]
-        return rows[rows > 0]
-
-    @property
     def row_bytes(self) -> int:
         """Size of a row."""
         return 13 * self.packed.length
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """Sixteen hex digits of the documents' fingerprint, their tokens, and the length of a row."""
-        digest = hashlib.sha256(f"{self.documents.fingerprint} {self.packed.length} {self.packed.pad}".encode())
-        digest.update(self.index.arrays["checksums"].tobytes())
-        return digest.hexdigest()[:16]
+    @property
+    def options(self) -> str:
+        """The length of a row, and the token that fills it up."""
+        return f"{self.packed.length} {self.packed.pad}"
 
     def fragment(self, index: int) -> PackedRows:
         """Return a group."""
-        group, arrays = int(self._groups[index]), self.index.arrays
+        group, arrays = int(self.groups[index]), self.index.arrays
         pieces = slice(*arrays["pieces"][group : group + 2].tolist())
         return PackedRows(
             path=self.path,
@@ -247,26 +227,13 @@ class PackedSource:
 
     def row_name(self, index: int, row: int) -> str:
         """Return the pieces of a packed row, as in "rows.jsonl:17[0:512]+rows.jsonl:20[2048:2300]"."""
-        group = int(self._groups[index])
-        first, last = self.index.arrays["groups"][group : group + 2].tolist()
-        begin, end = self._documents_before[[first, last]].tolist()
-        pieces = pack(self.index.arrays["lengths"][begin:end].tolist(), self.packed.length)[row]
-        return "+".join(
-            f"{document_name(self.documents, first, document)}[{start}:{stop}]" for document, start, stop in pieces
-        )
-
-    @cached_property
-    def _groups(self) -> npt.NDArray[np.int64]:
-        """Return the group of each fragment: those that have rows."""
-        return np.flatnonzero(self.index.arrays["rows"])
+        group = int(self.groups[index])
+        pieces = pack(self.index.arrays["lengths"][self.documents_of(group)].tolist(), self.packed.length)[row]
+        return "+".join(f"{self.document_name(group, document)}[{start}:{stop}]" for document, start, stop in pieces)
 
     @cached_property
     def _rows_before(self) -> npt.NDArray[np.int64]:
         return np.cumsum([0, *self.index.arrays["rows"]])
-
-    @cached_property
-    def _documents_before(self) -> npt.NDArray[Any]:
-        return np.cumsum([0, *self.documents.fragment_rows])
 
 
 def compact(source: RowSource) -> RowSource:

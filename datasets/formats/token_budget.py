@@ -7,7 +7,6 @@ order of the batches and without padding, so that documents are tokenized once.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,9 +29,9 @@ from .token_file import (
     Document,
     Documents,
     Group,
+    TokenFileSource,
     Tokens,
     check_complete,
-    document_name,
     open_tokens,
     read_group,
     write_groups,
@@ -166,13 +165,16 @@ class TokenBudget:
         """
         documents = self.data.open()
         tokens_of = Tokens(self.column, self.tokenizer, tuple(self.columns))
-        key = hashlib.sha256(f"{documents.fingerprint}\0{tokens_of}\0{self.options}".encode()).hexdigest()[:16]
-        path = Path(self.index).expanduser().absolute() / f"batches-{self.tokens}.{key}.npz"
-        index = open_tokens(path, documents, tokens_of, lambda file: self._build(documents, tokens_of, file))
+        path, index = open_tokens(
+            *(documents, tokens_of, self.options),
+            folder=self.index,
+            name=f"batches-{self.tokens}",
+            build=lambda file: self._build(documents, tokens_of, file),
+        )
         if not index.arrays["rows"].any():
             raise DataError(f"{self} has no tokens")
         check_complete(path, 4 * int(index.arrays["tokens"].sum()))
-        return TokenBudgetSource(self, documents, str(path.with_suffix(".rows")), index)
+        return TokenBudgetSource(documents, path, index, self)
 
     def kept(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return how many tokens of documents of these lengths are kept."""
@@ -233,26 +235,16 @@ class TokenBudget:
 
 
 @dataclass(frozen=True)
-class TokenBudgetSource:
+class TokenBudgetSource(TokenFileSource):
     """Opened documents and their batches.
 
     Attributes:
+        documents, path: see `TokenFileSource`.
+        index: its arrays, and `tokens` and `padding` (of each group).
         budget: the options.
-        documents: the opened documents.
-        path: the file with the tokens of all batches.
-        index: arrays `lengths` and "column <name>" (of all documents), `groups` (first fragment of each group, and the
-            end), and `rows`, `tokens`, `padding` and `checksums` (of each group).
     """
 
     budget: TokenBudget
-    documents: RowSource
-    path: str
-    index: Index
-
-    @property
-    def rows(self) -> int:
-        """Number of batches."""
-        return int(self.fragment_rows.sum())
 
     @property
     def tokens(self) -> int:
@@ -265,34 +257,20 @@ class TokenBudgetSource:
         return int(self.index.arrays["padding"].sum())
 
     @property
-    def skipped_rows(self) -> int:
-        """Damaged documents that are left out."""
-        return self.documents.skipped_rows
-
-    @cached_property
-    def fragment_rows(self) -> npt.NDArray[np.int64]:
-        """Batches of each group that has any."""
-        rows: npt.NDArray[np.int64] = self.index.arrays["rows"]
-        return rows[rows > 0]
-
-    @property
     def row_bytes(self) -> int:
         """Size of a batch at most."""
         return 4 * self.budget.tokens
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """Sixteen hex digits of the documents' fingerprint, their tokens, and the options."""
-        options = f"{self.budget.options} {self.budget.pad} {','.join(self.budget.columns)}"
-        digest = hashlib.sha256(f"{self.documents.fingerprint} {options}".encode())
-        digest.update(self.index.arrays["checksums"].tobytes())
-        return digest.hexdigest()[:16]
+    @property
+    def options(self) -> str:
+        """The options of the batches, their padding and columns."""
+        return f"{self.budget.options} {self.budget.pad} {','.join(self.budget.columns)}"
 
     def fragment(self, index: int) -> TokenBatches:
         """Return a group."""
-        group, arrays = int(self._groups[index]), self.index.arrays
+        group, arrays = int(self.groups[index]), self.index.arrays
         lengths, order, sizes = self._cut(group)
-        own = self._documents_of(group)
+        own = self.documents_of(group)
         return TokenBatches(
             path=self.path,
             first=int(self._tokens_before[group]),
@@ -306,33 +284,21 @@ class TokenBudgetSource:
 
     def row_name(self, index: int, row: int) -> str:
         """Return the longest documents of a batch, as in "rows.jsonl:17+rows.jsonl:20+308 more"."""
-        group = int(self._groups[index])
+        group = int(self.groups[index])
         _, order, sizes = self._cut(group)
-        first, at = int(self.index.arrays["groups"][group]), sum(sizes[:row])
+        at = sum(sizes[:row])
         named = order[at : at + min(sizes[row], _NAMED)].tolist()
-        names = [document_name(self.documents, first, each) for each in named]
+        names = [self.document_name(group, each) for each in named]
         return "+".join([*names, *([f"{sizes[row] - _NAMED} more"] if sizes[row] > _NAMED else [])])
 
     def _cut(self, group: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], list[int]]:
         """Return the kept lengths of a group's documents, and their batches."""
-        lengths = self.budget.kept(self.index.arrays["lengths"][self._documents_of(group)])
+        lengths = self.budget.kept(self.index.arrays["lengths"][self.documents_of(group)])
         return lengths, *cut(lengths, self.budget.tokens, self.budget.multiple_of)
-
-    def _documents_of(self, group: int) -> slice:
-        return slice(*self._documents_before[self.index.arrays["groups"][group : group + 2]].tolist())
-
-    @cached_property
-    def _groups(self) -> npt.NDArray[np.int64]:
-        """Return the group of each fragment: those that have batches."""
-        return np.flatnonzero(self.index.arrays["rows"])
 
     @cached_property
     def _tokens_before(self) -> npt.NDArray[np.int64]:
         return np.cumsum([0, *self.index.arrays["tokens"]])
-
-    @cached_property
-    def _documents_before(self) -> npt.NDArray[np.int64]:
-        return np.cumsum([0, *self.documents.fragment_rows])
 
 
 class TokenBatches(NamedTuple):

@@ -5,10 +5,13 @@ A format says what the file holds of a group; the lengths of all documents are i
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,7 +21,7 @@ import xxhash
 
 from ..arrow import NUMBERS, Rows
 from ..errors import DataError
-from ..paths import nearest
+from ..paths import PathLike, nearest
 from ..tokenizers import Tokenizer, name_of, to_tokens
 from .base import RowSource
 from .index_cache import Index, cached_index
@@ -111,12 +114,30 @@ class Tokens(NamedTuple):
         return to_tokens(self.tokenizer(document), f"the tokenizer {name_of(self.tokenizer)}")
 
 
-def open_tokens(path: Path, documents: RowSource, tokens_of: Tokens, build: Callable[[Path], Index]) -> Index:
-    """Return the index at `path`, or what `build` returns, which writes the file beside it.
+def open_tokens(
+    documents: RowSource,
+    tokens_of: Tokens,
+    options: str,
+    *,
+    folder: PathLike,
+    name: str,
+    build: Callable[[Path], Index],
+) -> tuple[str, Index]:
+    """Return the file in a folder that has the tokens of some documents, and its index; `build` writes what is missing.
+
+    Args:
+        documents: the opened documents.
+        tokens_of: how to get their tokens.
+        options: what the file depends on beside the tokens.
+        folder: for the file and its index.
+        name: their names begin with it.
+        build: writes the file at a path and returns its index.
 
     Raises:
         DataError: the tokenizer gives other tokens than when the file was written, or the folder cannot be written.
     """
+    key = hashlib.sha256(f"{documents.fingerprint}\0{tokens_of}\0{options}".encode()).hexdigest()[:16]
+    path = Path(folder).expanduser().absolute() / f"{name}.{key}.npz"
     file = path.with_suffix(".rows")
     index = cached_index(path, lambda: build(file))
     sampled, checksum = index.arrays["sample"].tolist()
@@ -125,18 +146,80 @@ def open_tokens(path: Path, documents: RowSource, tokens_of: Tokens, build: Call
             f"the first documents have other tokens than those in {file}: the tokenizer has changed or is "
             "not deterministic. Use another index folder for another tokenizer"
         )
-    return index
+    return str(file), index
 
 
-def check_complete(path: Path, size_bytes: int) -> None:
+def check_complete(path: str, size_bytes: int) -> None:
     """Check the size of the file of an index.
 
     Raises:
         DataError: it is missing or has another size.
     """
-    file = path.with_suffix(".rows")
+    file = Path(path)
     if not file.exists() or file.stat().st_size != size_bytes:
-        raise DataError(f"{file} is not complete: remove {path}, so that both are written again")
+        raise DataError(f"{file} is not complete: remove {file.with_suffix('.npz')}, so that both are written again")
+
+
+@dataclass(frozen=True)
+class TokenFileSource:
+    """Opened documents and the groups of their tokens. Subclasses make the rows of a group.
+
+    Attributes:
+        documents: the opened documents.
+        path: the file with the tokens.
+        index: the arrays of `write_groups`; the counts include `rows`.
+    """
+
+    documents: RowSource
+    path: str
+    index: Index
+
+    @property
+    def options(self) -> str:
+        """What the rows depend on beside the tokens of the documents."""
+        raise NotImplementedError
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return int(self.fragment_rows.sum())
+
+    @property
+    def skipped_rows(self) -> int:
+        """Damaged documents that are left out."""
+        return self.documents.skipped_rows
+
+    @property
+    def fragment_rows(self) -> npt.NDArray[np.int64]:
+        """Rows of each group that has any."""
+        rows: npt.NDArray[np.int64] = self.index.arrays["rows"][self.groups]
+        return rows
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Sixteen hex digits of the documents' fingerprint, their tokens, and the options."""
+        digest = hashlib.sha256(f"{self.documents.fingerprint} {self.options}".encode())
+        digest.update(self.index.arrays["checksums"].tobytes())
+        return digest.hexdigest()[:16]
+
+    @cached_property
+    def groups(self) -> npt.NDArray[np.int64]:
+        """The group of each fragment: those that have rows."""
+        return np.flatnonzero(self.index.arrays["rows"])
+
+    def documents_of(self, group: int) -> slice:
+        """Return the documents of a group."""
+        return slice(*self._documents_before[self.index.arrays["groups"][group : group + 2]].tolist())
+
+    def document_name(self, group: int, document: int) -> str:
+        """Return the id of a document, counted from the first one of a group."""
+        number = self.documents_of(group).start + document
+        fragment = int(np.searchsorted(self._documents_before, number, side="right")) - 1
+        return self.documents.row_name(fragment, number - int(self._documents_before[fragment]))
+
+    @cached_property
+    def _documents_before(self) -> npt.NDArray[np.int64]:
+        return np.cumsum([0, *self.documents.fragment_rows])
 
 
 def write_groups(
@@ -220,13 +303,6 @@ def read_group(path: str, first: int, size: int, checksum: int) -> npt.NDArray[n
             f"{Path(path).with_suffix('.npz')}, so that both are written again"
         )
     return tokens
-
-
-def document_name(documents: RowSource, first: int, document: int) -> str:
-    """Return the id of a document, counted from the first one of fragment `first`."""
-    ends = np.cumsum(documents.fragment_rows[first:])
-    at = int(np.searchsorted(ends, document, side="right"))
-    return documents.row_name(first + at, document - int(ends[at - 1] if at else 0))
 
 
 def checksum_of(tokens: npt.NDArray[np.int32]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import tempfile
 import weakref
@@ -55,6 +56,10 @@ class CheckpointReader:
         self._shards: dict[str, list[Shard]] = {}
         self._encoded: dict[str, Any] = {}
         self._targets: dict[str, torch.Tensor] = {}
+        self._unverified: Mapping[str, FileChecksum] = {}
+        # By rank whose file has them.
+        self._wholes: dict[int, dict[str, torch.Tensor]] = {}
+        self._blocks: dict[int, list[tuple[torch.Tensor, str, Shard, tuple[slice, ...]]]] = {}
 
     def read_rank_files(self) -> None:
         """Read this rank's share of what the tensor files hold."""
@@ -93,14 +98,13 @@ class CheckpointReader:
                     dtype, shape = self._layout(name)
                     self._targets[name] = allocate(name, torch.Size(shape), dtype)
 
-    def read_tensors(self, unverified: Mapping[str, FileChecksum]) -> dict[str, str]:
-        """Read the tensors, of sharded ones this rank's shards, and return digests of what was read, by name.
+    def plan(self, unverified: Mapping[str, FileChecksum]) -> None:
+        """Find what this rank reads, of sharded tensors its own shards.
 
         Args:
-            unverified: tensor files that this rank verifies meanwhile.
+            unverified: tensor files that this rank verifies while it reads.
         """
-        wholes: dict[int, dict[str, torch.Tensor]] = {}
-        blocks: dict[int, list[tuple[torch.Tensor, str, Shard, tuple[slice, ...]]]] = {}
+        self._unverified = unverified
         for name, target in self._targets.items():
             local = to_local(target).detach()
             if not local.numel():
@@ -114,19 +118,30 @@ class CheckpointReader:
                     found.append(here)
                     is_whole = shard.sizes == local.shape == tuple(s.stop - s.start for s in here)
                     if is_whole and local.dtype == shard.dtype:
-                        wholes.setdefault(shard.rank, {})[name] = local
-                    blocks.setdefault(shard.rank, []).append((local[here], name, shard, there))
+                        self._wholes.setdefault(shard.rank, {})[name] = local
+                    self._blocks.setdefault(shard.rank, []).append((local[here], name, shard, there))
             if not _cover(found, local.shape):
                 raise CheckpointError(f"{name}: the blocks of the ranks overlap, or leave out a part of it")
+
+    @property
+    def needed(self) -> list[str]:
+        """The tensor files that this rank reads, known after `plan`."""
+        return [
+            tensor_file(rank) for rank in sorted(self._blocks.keys() | {rank_of(file) for file in self._unverified})
+        ]
+
+    def read_tensors(self) -> dict[str, str]:
+        """Read the tensors, and return digests of what was read, by name."""
         known: dict[str, str] = {}
-        for rank in sorted(blocks.keys() | {rank_of(file) for file in unverified}):
-            file, whole = tensor_file(rank), wholes.get(rank, {})
+        for file in self.needed:
+            rank = rank_of(file)
+            whole = self._wholes.get(rank, {})
             with open_tensors(self._fetch(file)) as reader, torch.no_grad():
-                for into, name, shard, index in blocks.get(rank, []):
+                for into, name, shard, index in self._blocks.get(rank, []):
                     block = reader.read(name, shard.dtype, shard.sizes, index)
                     if name not in whole:
                         into.copy_(block)
-                known |= reader.read_into(whole, check=unverified.get(file))
+                known |= reader.read_into(whole, check=self._unverified.get(file))
         return tensor_digests({name: to_local(target) for name, target in self._targets.items()}, known)
 
     def load_into(self, parts: Mapping[str, Stateful]) -> None:
@@ -210,26 +225,53 @@ class CheckpointReader:
 class FetchedFiles:
     """Copies of the remote files of one checkpoint, kept from their verification until they have been loaded.
 
-    A context manager that returns the folder, and deletes it.
+    Ranks that can write to the same temporary folders, as on one machine, share one copy of each file.
+
+    A context manager that returns the folder, and deletes it; the other ranks must be done with it.
     """
 
     def __init__(self) -> None:
         self._of: str | None = None
         self._delete: Callable[[], object] = lambda: None
         self._folder: Path | None = None
+        self._sharers: Sequence[int] = ()
 
-    def begin(self, path: str) -> None:
-        """Delete copies of another checkpoint than that at `path`."""
-        if path != self._of:
-            self.__exit__()
-            self._of = path
+    def is_of(self, digest: str) -> bool:
+        """Whether these are copies of files of the checkpoint with this digest."""
+        return digest == self._of
+
+    def begin(self, digest: str) -> None:
+        """Delete the copies of another checkpoint, and make a folder for those of the one with this digest."""
+        self.__exit__()
+        self._folder = Path(tempfile.mkdtemp(prefix="headway-load-"))
+        self._delete = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._of = digest
+
+    def share(self, world: World) -> None:
+        """Choose one folder among those of all ranks. Every rank must call this after `begin`."""
+        folders = world.all_gather_object(str(self._folder))
+        # Their names are random, so a path that exists here is the folder of a rank that sees the same file system.
+        chosen = next(each for each in folders if os.access(each, os.W_OK))
+        self._folder = Path(chosen)
+        self._sharers = [rank for rank, each in enumerate(world.all_gather_object(chosen)) if each == chosen]
+
+    def divide(self, needed: Sequence[str], size_of: Callable[[str], int], world: World) -> list[str]:
+        """Return the files that this rank fetches for all that share its folder. Every rank must call this.
+
+        Args:
+            needed: names of the files that this rank needs.
+            size_of: size of a file.
+            world: the ranks that load.
+        """
+        of_ranks = world.all_gather_object(needed)
+        files = {file for rank in self._sharers for file in of_ranks[rank]}
+        in_order = sorted(files, key=lambda file: (-size_of(file), file))
+        return in_order[self._sharers.index(world.rank) :: len(self._sharers)]
 
     @property
     def folder(self) -> Path:
         """The folder of the copies."""
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="headway-load-"))
-            self._delete = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        assert self._folder is not None
         return self._folder
 
     def __enter__(self) -> Path:

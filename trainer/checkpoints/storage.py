@@ -278,9 +278,15 @@ class _Remote:
         return int(self.fs.info(f"{self.root}/{name}/{file}")["size"])
 
     def fetch(self, name: str, file: str, into: Path) -> Path:
-        if not (into / file).exists():
-            self.fs.get_file(f"{self.root}/{name}/{file}", str(into / file))
-        return into / file
+        copy, partial = into / file, into / f".{file}-{uuid.uuid4().hex[:_NUM_RANDOM]}"
+        if not copy.exists():
+            try:
+                self.fs.get_file(f"{self.root}/{name}/{file}", str(partial))
+                # Other ranks may read the copy as soon as it exists.
+                partial.rename(copy)
+            finally:
+                partial.unlink(missing_ok=True)
+        return copy
 
     def stage(self, token: str) -> Path:
         return Path(tempfile.mkdtemp(prefix=f"headway-{token}-"))

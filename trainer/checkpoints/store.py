@@ -344,7 +344,8 @@ class CheckpointStore:
         self.skipped = []
         found: Checkpoint | None = None
         for entry in reversed(entries):
-            self._fetched.begin(self._storage.path_of(entry.name))
+            if entry.checkpoint is not None:
+                self._begin_fetching(entry.checkpoint)
             problem = (
                 entry.problem
                 or self._damaged.get(self._storage.path_of(entry.name))
@@ -386,7 +387,7 @@ class CheckpointStore:
         if there.digest != checkpoint.digest:
             self._verified.discard(checkpoint.path)
         checkpoint = there
-        self._fetched.begin(checkpoint.path)
+        self._begin_fetching(checkpoint)
         with self._fetched as scratch:
 
             def read() -> tuple[CheckpointReader, dict[str, str]]:
@@ -396,11 +397,14 @@ class CheckpointStore:
                 unverified = (
                     {} if is_verified else {file: files[file] for file in filter(_has_tensors, self._share(files))}
                 )
+                self._fetch_together(storage, name, files, [file for file in files if not _has_tensors(file)])
                 reader = CheckpointReader(storage, name, files, checkpoint.world_size, self.world, scratch)
                 self._on_all_ranks(doing, reader.read_rank_files)
                 reader.share_shards()
                 self._on_all_ranks(doing, lambda: reader.allocate(parts))
-                return reader, self._on_all_ranks(doing, lambda: reader.read_tensors(unverified))
+                self._on_all_ranks(doing, lambda: reader.plan(unverified))
+                self._fetch_together(storage, name, files, reader.needed)
+                return reader, self._on_all_ranks(doing, reader.read_tensors)
 
             try:
                 reader, tensors = read()
@@ -627,6 +631,25 @@ class CheckpointStore:
             lambda: [problem for file in self._share(files) if (problem := problem_of(file))],
         )
         return "; ".join(problem for each in self.world.all_gather_object(problems) for problem in each) or None
+
+    def _begin_fetching(self, checkpoint: Checkpoint) -> None:
+        """Make a folder for copies of a checkpoint's remote files, if there is none. Every rank must call this."""
+        if not self._fetched.is_of(checkpoint.digest):
+            self._on_all_ranks(f"fetch {checkpoint.path}", lambda: self._fetched.begin(checkpoint.digest))
+            self._fetched.share(self.world)
+
+    def _fetch_together(
+        self, storage: Storage, name: str, files: Mapping[str, FileChecksum], needed: Sequence[str]
+    ) -> None:
+        """Fetch the remote files that any rank needs, each once per machine. Every rank must call this.
+
+        Errors are left to the ranks that read a file: it is then fetched again.
+        """
+        mine = self._fetched.divide(needed, lambda file: files[file].size_bytes, self.world)
+        with contextlib.suppress(Exception):
+            for file in mine:
+                storage.fetch(name, file, self._fetched.folder)
+        self.world.barrier()
 
     def _share(self, files: Mapping[str, FileChecksum]) -> Sequence[str]:
         """Return the files of a checkpoint that this rank verifies."""

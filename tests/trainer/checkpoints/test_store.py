@@ -24,11 +24,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fsspec
 import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
 import xxhash
+from fsspec.implementations.local import LocalFileSystem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -868,8 +870,6 @@ def test_a_remote_store_works_like_a_local_one() -> None:
     assert random.random() == expected
     assert held.state["weights"].tolist() == [0, 1, 2, 3]
 
-    import fsspec
-
     memory = fsspec.filesystem("memory")
     folder = root.removeprefix("memory:/")
     memory.rm(f"{folder}/step-00000004/manifest.json")  # as if the upload had been killed
@@ -909,6 +909,58 @@ def test_each_byte_of_a_bucket_is_fetched_once(monkeypatch: pytest.MonkeyPatch, 
         "rank-00000.json", "rank-00000.safetensors", "state.json",
     ]  # fmt: skip
     assert list(tmp_path.iterdir()) == [], "copies are deleted once they are loaded"
+
+
+class Counted(LocalFileSystem):
+    """A file system that is remote to the store, and records which files are fetched."""
+
+    protocol = "counted"
+    log = Path()
+
+    def get_file(self, path1: str, path2: str, *args: Any, **kwargs: Any) -> None:
+        with self.log.open("a") as log:
+            log.write(f"{Path(path1).name}\n")
+        super().get_file(path1, path2, *args, **kwargs)
+
+
+def _sharded(world: World, scale: float) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (world.size,))
+    rows = distribute_tensor(torch.arange(70.0).view(14, 5) * scale, mesh, [Shard(0)])
+    return {"rows": rows, "whole": torch.arange(9.0) * scale, "also": torch.ones(3) * scale}
+
+
+def _save_in_bucket(world: World, root: str) -> None:
+    fsspec.register_implementation("counted", Counted, clobber=True)
+    parts = {"part": Held(_sharded(world, 1.0))}
+    store = CheckpointStore(root, world=world)
+    store.save(parts, rank_parts={"rng": RngState()}, step=1, epoch=0, metrics={}, meta={})
+
+
+def _load_from_bucket(world: World, root: str, is_loaded_next: bool, temporary: str, log: Path) -> None:
+    fsspec.register_implementation("counted", Counted, clobber=True)
+    tempfile.tempdir, Counted.log = temporary, log
+    store = CheckpointStore(root, world=world)
+    newest = store.newest_good(is_loaded_next=is_loaded_next)
+    assert newest is not None
+    part = Held(_sharded(world, 0.0))
+    store.load({"part": part}, rank_parts={"rng": RngState()}, checkpoint=newest)
+    assert torch.equal(part.state["rows"].full_tensor(), torch.arange(70.0).view(14, 5))
+    assert torch.equal(part.state["whole"], torch.arange(9.0))
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 2), (4, 1)])
+def test_the_ranks_of_a_machine_fetch_each_file_of_a_bucket_once(before: int, after: int, tmp_path: Path) -> None:
+    root = f"counted://{tmp_path}/run/checkpoints"
+    run_on_ranks(_save_in_bucket, before, root)
+    files = {each.name for each in (tmp_path / "run/checkpoints/step-00000001").iterdir()} - {"manifest.json"}
+    assert len(files) == 2 * before + 1
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    for is_loaded_next in (True, False):
+        log = tmp_path / f"fetched-{is_loaded_next}"
+        run_on_ranks(_load_from_bucket, after, root, is_loaded_next, str(temporary), log)
+        assert collections.Counter(log.read_text().split()) == dict.fromkeys(files, 1)
+        assert list(temporary.iterdir()) == [], "copies are deleted once they are loaded"
 
 
 def test_a_full_disk_is_an_error_and_the_previous_checkpoint_is_intact(tmp_path: Path) -> None:

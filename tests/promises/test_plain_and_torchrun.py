@@ -94,12 +94,14 @@ strategy, outlives = sys.argv[1:]
 config = TinyConfig(max_epochs=1, parallel=ParallelConfig(strategy=strategy))
 
 def main(**options):
-    trainer = TinyTrainer(config, **options)
+    trainer = TinyTrainer(config, run_dir=f"runs/{strategy}-{outlives}", **options)
     result = trainer.fit()
     assert torch.distributed.is_initialized() == (outlives == "outlives")
     metrics = trainer.evaluate()
     assert metrics["validation/loss"] == result.metrics["validation/loss"], (metrics, result.metrics)
     trainer.train_epoch()
+    again = trainer.fit()
+    assert (again.status, again.epochs) == ("completed", 2)
     again = trainer.fit()
     assert (again.status, again.epochs) == ("completed", 2)
     trainer.print(f"fitted again after {again.steps}")

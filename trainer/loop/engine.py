@@ -176,6 +176,7 @@ class Engine:
             self._running.enter_context(self.numerics.deterministic(self.world.device))
             self._running.enter_context(stop_on_signals(lambda name: self.requests.stop(name, "interrupted")))
             self.check_config()
+            self._rejoin_process_group()
             self._claim_run_dir()
             if self.world.device.type == "cuda":
                 self.activity.measure_device(DeviceTimes(partial(torch.cuda.Event, enable_timing=True)))
@@ -222,11 +223,7 @@ class Engine:
 
     def setup(self) -> None:
         """Build models, optimizers and data, once. Every rank must call this."""
-        if self.world.has_ended and not self.is_set_up:
-            # An earlier setup failed, and closed the process group.
-            self.world.rejoin()
-        elif self.world.has_ended:
-            self.loop.rejoin_process_group(lambda: build.rejoin_process_group(self.program, self.context))
+        self._rejoin_process_group()
         if self.is_set_up:
             return
         program, config, numerics = self.program, self.config, self.numerics
@@ -276,6 +273,14 @@ class Engine:
         self._loop.announce_step()
         self.is_set_up = True
         self.callbacks.on_setup_end()
+
+    def _rejoin_process_group(self) -> None:
+        """Start another process group if the end of an earlier run has closed the first."""
+        if self.world.has_ended and not self.is_set_up:
+            # An earlier setup failed.
+            self.world.rejoin()
+        elif self.world.has_ended:
+            self.loop.rejoin_process_group(lambda: build.rejoin_process_group(self.program, self.context))
 
     def _claim_run_dir(self) -> None:
         if self.run_dir is None or is_claimed_by_driver(self.run_dir):

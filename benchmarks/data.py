@@ -1,4 +1,4 @@
-"""Mixtures, packing, tokens and images, side by side with other loaders, on two cores.
+"""Mixtures, packing, batches by length, tokens and images, side by side with other loaders, on two cores.
 
 Every loader may use two workers or threads, reads files in the page cache, and returns batches of 256 rows of a mixture
 with the same weights. The others get rows that are already tokenized and packed, each in its own format, with all
@@ -24,15 +24,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from headway.datasets.arrow import Rows, to_table
 from headway.datasets.formats.base import DataFormat
 from headway.datasets.formats.images import Images
 from headway.datasets.formats.jsonl import JsonLines
+from headway.datasets.formats.token_budget import TokenBudget
 from headway.datasets.mixture import Mixture
 from headway.datasets.packing import Packed
 from headway.datasets.sources import Parquet
@@ -50,11 +53,13 @@ WORKERS = 2
 OTHERS = {"grain": "Grain", "streaming": "MosaicML Streaming", "litdata": "LitData"}
 # Of the loop before Ray Data read several row groups in one task, on a machine like this one.
 RAY_BEFORE = SimpleNamespace(first_batch=7.0, first_epoch=18_000)
+# Tokens of a padded batch, documents, and batches whose documents a DataLoader sorts together.
+BUDGET, DOCUMENTS, SORTED_BATCHES = 16_384, 60_000, 50
 STEP_SECONDS, JPEG_BATCH, JPEG_STEPS = 0.05, 32, 120
 
 
 def rows(part: str = "all") -> list[Row]:
-    """Measure all rows, or only "mixtures", "columns" or "jpeg"; start a local Ray unless one is running."""
+    """Measure all rows, or only "mixtures", "lengths", "columns" or "jpeg"; start a local Ray unless one is running."""
     import ray
     import ray.data
 
@@ -63,7 +68,7 @@ def rows(part: str = "all") -> list[Row]:
         ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
     ray.data.DataContext.get_current().enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
-    parts = {"mixtures": mixtures, "columns": columns, "jpeg": jpeg}
+    parts = {"mixtures": mixtures, "lengths": lengths, "columns": columns, "jpeg": jpeg}
     try:
         made = []
         for name in parts if part == "all" else [part]:
@@ -272,6 +277,112 @@ def _litdata(folder: Path) -> Iterator[int]:
     mixed = CombinedStreamingDataset(parts, weights=list(SHARES.values()), iterate_over_all=False)
     while True:
         for batch in StreamingDataLoader(mixed, batch_size=BATCH, num_workers=WORKERS):
+            yield len(batch["tokens"])
+
+
+def lengths(folder: Path) -> list[Row]:
+    """Measure documents/s and the padding of a `TokenBudget`, and of a DataLoader whose batch sampler sorts by length.
+
+    Both give the same columns. The DataLoader reads documents that are already tokenized, from a memory-mapped file.
+    """
+    generator = np.random.default_rng(0)
+    sizes = np.clip(generator.lognormal(5.5, 1.0, DOCUMENTS), 8, 4096).astype(np.int64)
+    (folder / "documents.jsonl").write_text("".join(json.dumps({"text": "x" * size}) + "\n" for size in sizes.tolist()))
+    np.full(sizes.sum(), ord("x"), np.int32).tofile(folder / "documents.bin")
+    data = TokenBudget(JsonLines(folder / "documents.jsonl"), BUDGET, index=folder, tokenizer=ByteTokenizer())
+    source = data.open()
+    batches = _SortedBatches(sizes)
+    padded = sum(len(batch) * int(sizes[batch].max()) for batch in batches)
+    ours, theirs = source.padding / (source.tokens + source.padding), 1 - int(sizes.sum()) / padded
+    readers = {
+        "ours": Reader(lambda: _budget_batches(data), DOCUMENTS // 2, DOCUMENTS),
+        "theirs": Reader(lambda: _sorted_batches(folder, sizes), DOCUMENTS // 2, DOCUMENTS),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in readers}
+    for _ in range(PAIRS):
+        for name, reader in readers.items():
+            rates[name].append(reader.rate())
+    other = "a DataLoader that sorts by length"
+    return [
+        rate_row(f"documents/s: batches by length against {other}", rates["ours"], rates["theirs"], 1.0),
+        Row(
+            f"stream, padding of batches by length against {other}",
+            *(f"{100 * each:.2f} %" for each in (ours, theirs)),
+            ours / theirs,
+            "<= 1.5",
+            ours <= 1.5 * theirs,
+        ),
+    ]
+
+
+def _budget_batches(data: TokenBudget) -> Iterator[int]:
+    stream = Stream(data, tail="keep", engine="threads", readers=WORKERS)
+    shard = shard_info()
+    shard.global_batch_size, shard.micro_batch_size = 8, 1
+    stream.setup(shard)
+    try:
+        for epoch in count():
+            for batch in stream.epoch(epoch):
+                yield sum(len(each["tokens"]) for each in batch.micro_batches)
+    finally:
+        stream.close()
+
+
+class _SortedBatches(Sampler[list[int]]):
+    """Shuffles documents, sorts those of 50 batches by length, and cuts them into batches, which it shuffles."""
+
+    def __init__(self, sizes: npt.NDArray[np.int64]) -> None:
+        self._sizes, self._generator = sizes, np.random.default_rng(0)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self._generator.permutation(len(self._sizes))
+        together = int(SORTED_BATCHES * BUDGET / self._sizes.mean())
+        for first in range(0, len(order), together):
+            some = order[first : first + together]
+            some = some[np.argsort(-self._sizes[some])]
+            batches, at = [], 0
+            while at < len(some):
+                taken = BUDGET // int(self._sizes[some[at]])
+                batches.append(some[at : at + taken].tolist())
+                at += taken
+            for index in self._generator.permutation(len(batches)):
+                yield batches[index]
+
+
+class _Documents(Dataset[Any]):
+    def __init__(self, folder: Path, sizes: npt.NDArray[np.int64]) -> None:
+        self._tokens = np.memmap(folder / "documents.bin", np.int32, mode="r")
+        self._ends = np.cumsum(sizes)
+        self._sizes = sizes
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        end = self._ends[index]
+        return torch.from_numpy(self._tokens[end - self._sizes[index] : end].copy())
+
+
+def _pad(documents: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    sizes = torch.tensor([len(each) for each in documents], dtype=torch.int32)
+    tokens = pad_sequence(documents, batch_first=True)
+    positions = torch.arange(tokens.shape[1], dtype=torch.int32)
+    mask = positions < sizes[:, None]
+    labels = tokens.long().masked_fill_(~mask, -100)
+    ids = mask.int() - 1
+    return {
+        "tokens": tokens, "mask": mask, "labels": labels, "positions": positions * mask, "document_ids": ids,
+        "lengths": sizes,
+    }  # fmt: skip
+
+
+def _sorted_batches(folder: Path, sizes: npt.NDArray[np.int64]) -> Iterator[int]:
+    loader = DataLoader(
+        _Documents(folder, sizes), batch_sampler=_SortedBatches(sizes), collate_fn=_pad, num_workers=WORKERS,
+        prefetch_factor=4, persistent_workers=True,
+    )  # fmt: skip
+    while True:
+        for batch in loader:
             yield len(batch["tokens"])
 
 

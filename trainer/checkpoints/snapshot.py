@@ -213,9 +213,12 @@ def _own_shards(
             load, rank = heapq.heappop(loads)
             heapq.heappush(loads, (load + tensor.nbytes, rank))
         if rank == world.rank:
-            shape = tensor.shape
-            shard = Shard(rank, tensor.dtype, shape, (0,) * len(shape), shape)
-            shards[name] = before if (before := known.get(name)) == shard else shard
+            shape, dtype, before = tensor.shape, tensor.dtype, known.get(name)
+            # Compared by field, which is faster than making a shard of each tensor to compare it with.
+            if before and before.sizes == shape == before.shape and before.rank == rank and before.dtype == dtype:
+                shards[name] = before
+            else:
+                shards[name] = Shard(rank, dtype, shape, (0,) * len(shape), shape)
     return shards
 
 

@@ -102,6 +102,51 @@ class ModelState:
         self._models.clear_cache()
 
 
+class ModelModes:
+    """Which parameters train, and which modules are in training mode, where a run has changed it since its setup.
+
+    As a part of a checkpoint, so that a run that unfreezes a layer at some step, or puts a norm in evaluation mode,
+    resumes with it.
+
+    Args:
+        models: models by the names under which they are saved, as the setup has left them.
+        before_evaluation: returns the mode of each module before the evaluation in progress; empty if there is none.
+    """
+
+    def __init__(
+        self, models: Mapping[str, nn.Module], before_evaluation: Callable[[], Mapping[nn.Module, bool]]
+    ) -> None:
+        self._before_evaluation = before_evaluation
+        self._parameters = [
+            (f"{name}.{key}", value, value.requires_grad)
+            for name, model in models.items()
+            for key, value in named_state_tensors(model)
+            if isinstance(value, nn.Parameter)
+        ]
+        self._modules = [
+            (f"{name}.{_unwrapped_name(path)}".rstrip("."), module, module.training)
+            for name, model in models.items()
+            for path, module in strip_wrappers(model).named_modules()
+        ]
+
+    def state_dict(self) -> dict[str, dict[str, bool]]:
+        """Return what has changed, by name."""
+        before = self._before_evaluation()
+        return {
+            "trains": {name: each.requires_grad for name, each, was in self._parameters if each.requires_grad != was},
+            "training": {
+                name: mode for name, each, was in self._modules if (mode := before.get(each, each.training)) != was
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, bool]], /) -> None:
+        """Set what had changed, and everything else as the setup has left it."""
+        for name, parameter, was in self._parameters:
+            parameter.requires_grad_(state["trains"].get(name, was))
+        for name, module, was in self._modules:
+            module.training = state["training"].get(name, was)
+
+
 class OptimizerState:
     """The state and settings of one optimizer.
 
@@ -164,7 +209,8 @@ class OptimizerState:
         if len(saved_groups) != len(live_groups):
             raise CheckpointError(
                 f"optimizer {self._name!r} has {len(live_groups)} parameter groups, but the checkpoint has "
-                f"{len(saved_groups)}"
+                f"{len(saved_groups)}: create all of them in configure_optimizers(), also one that is used only later, "
+                "with frozen parameters"
             )
         groups, names = [], iter(parameters)
         for index, (saved, live) in enumerate(zip(saved_groups, live_groups, strict=True)):

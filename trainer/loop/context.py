@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,9 +25,15 @@ from .timing import Activity, SetupTimes
 
 @dataclass(slots=True)
 class Mode:
-    """Whether the models are in training or being evaluated."""
+    """Whether the models are in training or being evaluated.
+
+    Attributes:
+        training: whether they are in training.
+        before: during an evaluation, whether each module was in training mode before it; else empty.
+    """
 
     training: bool = True
+    before: Mapping[nn.Module, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -246,17 +246,18 @@ def evaluating(ctx: RunContext) -> Iterator[None]:
 
     The contexts of the callbacks are entered last and exited first.
     """
-    modes = [(module, module.training) for model in ctx.models.values() for module in model.modules()]
+    modes = {module: module.training for model in ctx.models.values() for module in model.modules()}
     for model in ctx.models.values():
         model.eval()
         # Each rank has its own running means; evaluations and checkpoints have the main rank's.
         sync_buffers(model, ctx.world)
-    was_training, ctx.mode.training = ctx.mode.training, False
+    mode, before = ctx.mode, (ctx.mode.training, ctx.mode.before)
+    mode.training, mode.before = False, mode.before or modes
     try:
         with torch.no_grad(), ctx.callbacks.evaluation_context():
             yield
     finally:
         reshard(ctx.models.values())
-        ctx.mode.training = was_training
-        for module, mode in modes:
-            module.training = mode
+        mode.training, mode.before = before
+        for module, was_training in modes.items():
+            module.training = was_training

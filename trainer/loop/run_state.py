@@ -16,7 +16,13 @@ import torch
 from ..checkpoints.background import BackgroundSave
 from ..checkpoints.certificate import ResumeCertificate
 from ..checkpoints.code_fingerprint import learning_code_at_first_use
-from ..checkpoints.model_state import ModelState, NamedModels, OptimizerState, tensors_changed_by_step
+from ..checkpoints.model_state import (
+    ModelModes,
+    ModelState,
+    NamedModels,
+    OptimizerState,
+    tensors_changed_by_step,
+)
 from ..checkpoints.optimizer_settings import OptimizerSettings
 from ..checkpoints.retention import Best
 from ..checkpoints.rng import GeneratorsBefore, RngState, seed_everything
@@ -89,6 +95,7 @@ class RunState:
             data=data,
             exact=numerics.facts(ctx.device),
         )
+        self._modes = ModelModes(ctx.models, lambda: ctx.mode.before)
         self._settings = OptimizerSettings(ctx.optimizers, ctx.lr_stepping.schedulers)
         self._store: CheckpointStore | None = None
         config = ctx.config.checkpoint
@@ -547,6 +554,7 @@ class RunState:
             **{f"optimizers/{name}": OptimizerState(models, name, each) for name, each in ctx.optimizers.items()},
             **{f"schedulers/{name}": each for name, each in ctx.lr_stepping.schedulers.items()},
             "settings": self._settings,
+            "modes": self._modes,
             "update": self._optimizer_step,
             "progress": ctx.progress,
             "history": ctx.history,

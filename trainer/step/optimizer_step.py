@@ -107,7 +107,7 @@ class OptimizerStep:
         self._called_backward = self._is_applied = self._is_accumulating = self._has_accumulated = False
         self._rejection: str | None = None
         self._stepped: set[Optimizer] = set()
-        self._versions: list[int | None] | None = None
+        self._versions: dict[nn.Parameter, int | None] | None = None
         self._skipped_losses = self._skipped_in_a_row = self._skipped_in_update = 0
         self._losses: list[tuple[int, torch.Tensor, LossWeight]] = []
         self._not_yet_checked = set(self._optimizers)
@@ -187,7 +187,7 @@ class OptimizerStep:
                 "run.backward(loss) was called outside of `for micro_batch in run.accumulate(batch)`, which determines "
                 "the weight of the loss: move it into that loop"
             )
-        if self._versions is not None and self._versions != _gradient_versions(self._optimizers):
+        if self._versions is not None and _has_other_gradients(self._optimizers, self._versions):
             raise StepError(
                 "gradients were changed by loss.backward() or zero_grad() inside `for micro_batch in "
                 "run.accumulate(batch)`: remove these calls; run.backward(loss) adds up the gradients, and run.step() "
@@ -452,7 +452,7 @@ class OptimizerStep:
         if isinstance(outputs, torch.Tensor) or (outputs is None and self._config.max_skipped_losses):
             outputs = {"loss": outputs}
         if not self._called_backward:
-            if is_first and before != _gradient_versions(self._optimizers):
+            if before is not None and _has_other_gradients(self._optimizers, before):
                 raise StepError(
                     f"training_step of {self._ctx.name} changed gradients by loss.backward() or zero_grad(): return "
                     "the loss and remove these calls, because Headway makes them; or call self.backward(loss) and "
@@ -727,14 +727,20 @@ def zero_gradients(optimizers: Sequence[Optimizer]) -> None:
                 p.grad = None
 
 
-def _gradient_versions(optimizers: Sequence[Optimizer]) -> list[int | None]:
+def _gradient_versions(optimizers: Sequence[Optimizer]) -> dict[nn.Parameter, int | None]:
     """Return the version of each parameter's gradient, which changes when it is modified; None without a gradient."""
-    return [
-        None if p.grad is None else version_of(p.grad)
+    return {
+        p: None if p.grad is None else version_of(p.grad)
         for optimizer in optimizers
         for group in optimizer.param_groups
         for p in group["params"]
-    ]
+    }
+
+
+def _has_other_gradients(optimizers: Sequence[Optimizer], before: Mapping[nn.Parameter, int | None]) -> bool:
+    """Whether gradients have changed; those of parameters that have been added since are not compared."""
+    now = _gradient_versions(optimizers)
+    return any(now.get(parameter, version) != version for parameter, version in before.items())
 
 
 def _detach(tensor: torch.Tensor) -> torch.Tensor:

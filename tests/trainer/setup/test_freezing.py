@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +11,11 @@ import torch
 from torch import nn
 
 from headway.trainer import Callback, ConfigError, ParallelConfig, World
+from headway.trainer.checkpoints.model_state import ModelModes
 from headway.trainer.distributed.dtensor import to_local
 from headway.trainer.setup.freezing import freeze
 from tests.distributed import run_on_ranks
-from tests.tiny import Deep, TinyConfig, TinyTrainer, weights
+from tests.tiny import Deep, StopAt, TinyConfig, TinyTrainer, weights
 
 ALONE = World.single("cpu")
 
@@ -149,3 +152,82 @@ def test_frozen_modules_stay_as_they_are_and_in_evaluation_mode_unless_the_user_
             assert found["states"] == 2
             for name, value in alone["after"].items():
                 torch.testing.assert_close(found["after"][name], value)
+
+
+class Thaws(TinyTrainer):
+    """Trains the first layer from the third update on, and then leaves dropout out."""
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.model.first.requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.training and self.global_step == 2:
+            self.model.first.requires_grad_(True)
+            self.model.dropout.eval()
+        return super().training_step(batch, batch_idx)
+
+
+class SavesInEvaluation(Callback):
+    """Writes a checkpoint when all modules are in evaluation mode."""
+
+    def on_evaluation_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:
+        trainer.save_checkpoint()
+
+
+def _thaw(world: World, folder: str, strategy: str) -> list[dict[str, torch.Tensor]]:
+    config = TinyConfig(
+        num_rows=32, dropout=0.5, max_steps=6, evaluate_every="2 steps", parallel=ParallelConfig(strategy=strategy)
+    )
+    found = []
+    for name, callbacks in {
+        "straight": [[]],
+        "resumed": [[StopAt(4)], []],
+        "in evaluation": [[SavesInEvaluation(), StopAt(4)], []],
+    }.items():
+        for each in callbacks:
+            trainer = Thaws(config, run_dir=f"{folder}/{name}", world=world, callbacks=each)
+            trainer.fit()
+        found.append(weights(trainer))
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["none", "ddp", "fsdp"])
+def test_what_a_run_has_unfrozen_is_unfrozen_when_it_resumes(tmp_path: Path, strategy: str) -> None:
+    ranks = [_thaw(ALONE, str(tmp_path), "none")] if strategy == "none" else run_on_ranks(_thaw, 2, tmp_path, strategy)
+    for straight, *resumed in ranks:
+        for each in resumed:
+            assert [name for name in straight if not torch.equal(straight[name], each[name])] == []
+
+
+def test_an_earlier_state_sets_back_what_has_been_unfrozen_since() -> None:
+    model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Dropout())
+    modes = ModelModes({"model": model}, dict)
+    before = modes.state_dict()
+    model.requires_grad_(True).eval()
+    assert modes.state_dict() == {
+        "trains": {"model.0.weight": True, "model.0.bias": True},
+        "training": {"model": False, "model.0": False, "model.1": False},
+    }
+    modes.load_state_dict(before)
+    assert [each.requires_grad for each in model.parameters()] == [False, False]
+    assert [each.training for each in model.modules()] == [True] * 3
+
+
+def test_a_layer_may_join_the_optimizer_in_the_first_update() -> None:
+    class Joins(TinyTrainer):
+        def configure_optimizers(self) -> None:
+            self.optimizer = torch.optim.SGD(self.model.last.parameters(), lr=0.1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.training and len(self.optimizer.param_groups) == 1:
+                self.optimizer.add_param_group({"params": list(self.model.first.parameters())})
+            return super().training_step(batch, batch_idx)
+
+    trainer = Joins(TinyConfig(max_steps=2), world=ALONE)
+    with pytest.warns(UserWarning, match="and 5 more can be trained, but no optimizer has it"):
+        trainer.setup()
+    before = weights(trainer)
+    trainer.fit()
+    changed = {name for name, value in weights(trainer).items() if not torch.equal(before[name], value)}
+    assert changed == {f"model.{layer}.{kind}" for layer in ("first", "last") for kind in ("weight", "bias")}

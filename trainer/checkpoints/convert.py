@@ -114,7 +114,9 @@ def _read_shared(folder: Path) -> dict[str, Any]:
         if tensors:
             load(tensors, storage_reader=reader, no_dist=True)
     structures: dict[str, bytes] = pickle.loads((folder / "parts.pkl").read_bytes())
-    return {part: _unpickle(structure, tensors) for part, structure in structures.items()}
+    # The format did not record what a run had unfrozen.
+    modes: dict[str, Any] = {"trains": {}, "training": {}}
+    return {"modes": modes, **{part: _unpickle(structure, tensors) for part, structure in structures.items()}}
 
 
 def _read_ranks(folder: Path, world_size: int) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ Runs in Ray Data's workers too, so it imports neither torch nor Ray.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import io
@@ -46,6 +47,8 @@ _BLOCK_BYTES = 4096
 _FREED = 0.05
 # How long a process stores nothing after it has found nothing to remove.
 _FULL_S = 60.0
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 _full_until: dict[str, float] = {}
 _warned: set[str] = set()
@@ -144,14 +147,27 @@ class Entries(NamedTuple):
         size = _on_disk(_CHECKSUM_BYTES + len(data))
         total = self._read_total()
         if total is None or total + size > self.max_bytes:
-            total = self._make_room(size)
+            total = self._make_room(size, self.max_bytes)
             if total + size > self.max_bytes:
                 self._write_total(total)
-                _full_until[self.folder] = time.monotonic() + _FULL_S
-                self._warn_full()
+                self._pause(f"its entries take max_bytes ({self.max_bytes})")
                 return
+        try:
+            self._store(path, data, total + size)
+        except OSError as error:
+            if error.errno not in _NO_SPACE:
+                raise
+            total = self._make_room(size, None)
+            try:
+                self._store(path, data, total + size)
+            except OSError as again:
+                if again.errno not in _NO_SPACE:
+                    raise
+                self._pause(f"its disk is, below max_bytes ({self.max_bytes}). Free some of it, or lower max_bytes")
+
+    def _store(self, path: Path, data: bytes, total: int) -> None:
         # First, so that a process that is killed here has counted too much. The next removal counts again.
-        self._write_total(total + size)
+        self._write_total(total)
         path.parent.mkdir(exist_ok=True)
         temporary = path.with_suffix(".writing")
         try:
@@ -163,8 +179,13 @@ class Entries(NamedTuple):
             temporary.unlink(missing_ok=True)
             raise
 
-    def _make_room(self, size: int) -> int:
-        """Remove the least recently used of the entries that this run has not used; return the bytes of the others."""
+    def _make_room(self, size: int, limit: int | None) -> int:
+        """Remove the least recently used of the entries that this run has not used; return the bytes of the others.
+
+        Args:
+            size: bytes to make room for.
+            limit: of all entries; None for what they take now, if there is no more space.
+        """
         entries = []
         for folder in os.scandir(self.folder):
             if not re.fullmatch("[0-9a-f]{2}", folder.name) or not folder.is_dir():
@@ -179,10 +200,10 @@ class Entries(NamedTuple):
                         about = each.stat()
                         entries.append((about.st_mtime, _on_disk(about.st_size), each.path))
         total = sum(size for _, size, _ in entries)
-        if total + size > self.max_bytes:
-            limit = self.max_bytes * (1 - _FREED) - size
+        limit = total if limit is None else limit
+        if total + size > limit:
             for used, entry_size, path in sorted(entries):
-                if used >= self.opened or total <= limit:
+                if used >= self.opened or total <= limit * (1 - _FREED) - size:
                     break
                 with suppress(FileNotFoundError):
                     os.unlink(path)
@@ -216,12 +237,13 @@ class Entries(NamedTuple):
             _warned.add(self.folder)
             logger.warning("the cache %s does not work, so data is read remotely: %s", self.folder, error)
 
-    def _warn_full(self) -> None:
+    def _pause(self, why: str) -> None:
+        """Store nothing for a while, because each attempt takes time."""
+        _full_until[self.folder] = time.monotonic() + _FULL_S
         if f"full {self.folder}" not in _warned:
             _warned.add(f"full {self.folder}")
             logger.warning(
-                "the cache %s is full: what does not fit in its max_bytes of %d is read remotely in every epoch",
-                *(self.folder, self.max_bytes),
+                "the cache %s is full, and what does not fit is read remotely in every epoch: %s", self.folder, why
             )
 
 

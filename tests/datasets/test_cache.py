@@ -402,6 +402,50 @@ def test_training_continues_without_its_cache(
     stream.close()
 
 
+FULL_DISK = """
+import logging, os, sys
+from pathlib import Path
+from headway.datasets import cache as cache_module
+from headway.datasets.cache import Cache
+
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+before, folder = Cache(sys.argv[1], max_bytes=2**30).open(), Path(sys.argv[1])
+names = [f"{number:032x}" for number in range(500)]
+for name in names[:300]:
+    before.put(name, bytes(8000))
+stored = [each.name for each in sorted(folder.glob("??/*"))]
+assert 100 < len(stored) < 128, len(stored)  # of 1 MiB
+for number, name in enumerate(stored):
+    os.utime(folder / name[:2] / name, (number, number))
+run = Cache(folder, max_bytes=2**30).open()
+cache_module._full_until.clear()
+for name in names[300:310]:
+    run.put(name, bytes(8000))
+    assert run.get(name) == bytes(8000), "older entries have left"
+assert before.get(stored[-1]) == bytes(8000), "and only as many as were needed"
+assert not list(folder.glob("??/*.writing"))
+for name in names[310:]:
+    run.put(name, bytes(8000))
+    run.get(name)
+assert run.get(names[300]) == bytes(8000), "those of this run are kept"
+"""
+
+
+def test_a_disk_that_is_full_below_the_limit_keeps_the_entries_of_this_run(tmp_path: Path) -> None:
+    """On a real disk of 1 MiB, in a namespace of its own."""
+    if subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("this machine lets no user mount a disk in a namespace")
+    mount = f'mount -t tmpfs -o size=1m tmpfs "{tmp_path}" && exec "{sys.executable}" -c "$1" "{tmp_path}"'
+    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, "sh", FULL_DISK]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert line == (
+        f"the cache {tmp_path} is full, and what does not fit is read remotely in every epoch: its disk is, below "
+        f"max_bytes ({2**30}). Free some of it, or lower max_bytes"
+    )
+
+
 def test_bad_settings_are_found_before_anything_is_read(places: dict[str, Path], tmp_path: Path) -> None:
     for bad in (0, -1, 1.5, True, None):
         with pytest.raises(DataError, match="max_bytes of a Cache must be an integer >= 1"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,10 @@ from ..errors import ConfigError, StepError
 from .world import World
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_DATA_ASSIGNED = (
+    "parameter.data = value has no effect on a sharded parameter: change it in place, such as by "
+    "parameter.data.copy_(value), or use parallel.strategy='ddp'"
+)
 
 
 def shard_fully(
@@ -248,11 +252,45 @@ class RefuseDataAssignment(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _SET_DATA and isinstance(args[0], DTensor):
-            raise StepError(
-                "parameter.data = value has no effect on a sharded parameter: change it in place, such as by "
-                "parameter.data.copy_(value), or use parallel.strategy='ddp'"
-            )
+            raise StepError(_DATA_ASSIGNED)
         return func(*args, **(kwargs or {}))
+
+
+class AssignedData:
+    """Finds `parameter.data = value` for sharded parameters afterwards, in any code, without waiting for the device.
+
+    It replaces the storage of the DTensor, which has no bytes, and not that of the shard. What replaces both, such as
+    `module.to(dtype)`, has an effect.
+
+    Args:
+        models: with their shards, by name.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        self._seen = {
+            f"{model}.{name}": (parameter, parameter.untyped_storage(), _shard(parameter))
+            for model, module in models.items()
+            for name, parameter in module.named_parameters()
+            if isinstance(parameter, DTensor)
+        }
+
+    def check(self) -> None:
+        """Raise for a parameter whose `data` was assigned since the last check. Any rank may call this, between steps.
+
+        Raises:
+            StepError: names the parameter.
+        """
+        for name, (parameter, storage, shard) in self._seen.items():
+            if (new_storage := parameter.untyped_storage()) is storage:
+                continue
+            if (new_shard := _shard(parameter)) is shard:
+                raise StepError(f"{name}: {_DATA_ASSIGNED}")
+            self._seen[name] = parameter, new_storage, new_shard
+
+
+def _shard(parameter: DTensor) -> torch.UntypedStorage:
+    with torch.no_grad():
+        return parameter.to_local().untyped_storage()
 
 
 class _Calls:

@@ -17,7 +17,7 @@ from ..config import LossSpikeConfig
 from ..data.protocols import BatchStream, GlobalBatch, HasDroppedTail, HasRankState, LoadedBatch, is_exhausted
 from ..data.repeats import RankRepeats
 from ..data.tree import batch_size
-from ..distributed.fsdp import RefuseDataAssignment
+from ..distributed.fsdp import AssignedData, RefuseDataAssignment
 from ..distributed.parallelize import check_no_partial_gradients
 from ..errors import ConfigError, DataError, LossSpikeError, NonFiniteError, StepError
 from ..exact.numerics import Numerics
@@ -124,6 +124,7 @@ class Loop:
         # Not under compile, whose code would be compiled again afterwards.
         is_sharded = ctx.mesh.shard_mesh is not None and not config.parallel.compile
         self._first_checks: AbstractContextManager[object] = RefuseDataAssignment() if is_sharded else nullcontext()
+        self._assigned_data = AssignedData({})
         if config.loss_spike is not None and ctx.run_dir is None:
             raise ConfigError("loss_spike needs checkpoints to roll back to: give the trainer a run_dir")
 
@@ -169,6 +170,7 @@ class Loop:
     def start(self) -> bool:
         """Prepare for the first update, and return whether anything is left to train."""
         self._state.begin_without_restore()
+        self._assigned_data = AssignedData(self._ctx.models)
         has_work = reached_limit(self._config, self._progress) is None or self._progress.is_closing
         if has_work:
             self._state.check_storage()
@@ -201,6 +203,7 @@ class Loop:
             self._is_running = False
             # Before these weights are evaluated, saved or exported.
             self.optimizer_step.check_pending_norms()
+            self._assigned_data.check()
             self.needs_restore = False
             reason = self.end_reason() or "loop() has returned"
             self._evaluate_and_save_last()
@@ -546,7 +549,12 @@ class Loop:
         return record
 
     def _flush(self) -> dict[str, float]:
-        """Log the interval since the last flush, and warn once if the loss is not finite but the gradient is."""
+        """Log the interval since the last flush, and warn once if the loss is not finite but the gradient is.
+
+        Raises:
+            StepError: see `AssignedData`.
+        """
+        self._assigned_data.check()
         record = self.recorder.flush()
         if math.isfinite(loss := record.get("train/loss", 0.0)):
             return record

@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from headway.trainer import ConfigError, ParallelConfig, StepError, World
+from headway.trainer import ConfigError, ParallelConfig, Session, StepError, World
 from headway.trainer.distributed.parallelize import check_modules
 from tests.distributed import run_on_ranks
-from tests.tiny import TinyTrainer, weights
+from tests.tiny import TinyConfig, TinyTrainer, weights
 from tests.trainer.distributed.test_parallelize import _config, _of
 
 
@@ -97,10 +98,40 @@ class Assigns(TinyTrainer):
             parameter.data = parameter.data * 0.5
 
 
+class AssignsLate(TinyTrainer):
+    """After the updates in which every operator is looked at."""
+
+    def on_step_end(self) -> None:
+        if self.global_step == 4:
+            self.model.last.bias.data = torch.zeros_like(self.model.last.bias.data)
+
+
+class Converts(TinyTrainer):
+    def on_step_end(self) -> None:
+        if self.global_step == 4:
+            self.model.to(torch.float64).to(torch.float32)
+
+
 class ChangesInPlace(TinyTrainer):
     def on_step_end(self) -> None:
         for parameter in self.model.parameters():
             parameter.data.mul_(0.5)
+
+
+def _assign_in_a_session(world: World, config: TinyConfig) -> None:
+    """Outside of `run.step()`, where no operator is looked at."""
+    with Session(
+        config,
+        model=lambda: nn.Linear(4, 2),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        data=DataLoader(TensorDataset(torch.randn(16, 4)), batch_size=4),
+        world=world,
+    ) as run:
+        for batch in run:
+            for (x,) in run.accumulate(batch):
+                run.backward(run.model(x).square().mean())
+            run.model.weight.data = run.model.weight.data * 0.5
+            run.step()
 
 
 def _train(world: World) -> dict[str, Any]:
@@ -115,6 +146,13 @@ def _train(world: World) -> dict[str, Any]:
     Assigns(_config(strategy="ddp"), world=world).fit()
     with pytest.raises(StepError, match=r"parameter\.data = value has no effect on a sharded parameter: change it in"):
         Assigns(_config(strategy="fsdp"), world=world).fit()
+    late = replace(_config(strategy="fsdp"), max_steps=8, log_every="5 steps")
+    with pytest.raises(StepError, match=r"model\.last\.bias: parameter\.data = value has no effect") as assigned:
+        AssignsLate(late, world=world).fit()
+    found["late"] = [entry.name for entry in assigned.traceback]
+    with pytest.raises(StepError, match=r"model\.weight: parameter\.data = value has no effect"):
+        _assign_in_a_session(world, late)
+    Converts(late, world=world).fit()
     with pytest.raises(RuntimeError, match="DTensor") as raised:
         CallsAPart(_config(strategy="fsdp"), world=world).fit()
     assert "call it in forward or another method of the model" in "".join(raised.value.__notes__)
@@ -131,6 +169,8 @@ def _train(world: World) -> dict[str, Any]:
 
 def test_parts_of_a_model_that_only_holds_them_are_sharded_and_mistakes_are_named() -> None:
     for found in run_on_ranks(_train, 2):
+        # At the next record of the log, not at the end.
+        assert "_run_due_actions" in found["late"]
         for name in ("Distils", "ChangesInPlace", "Averages", "AveragesBefore"):
             for key, value in found[f"{name}/ddp"].items():
                 torch.testing.assert_close(found[f"{name}/fsdp"][key], value, atol=1e-6, rtol=1e-5)

@@ -34,6 +34,7 @@ from headway.trainer.checkpoints.format import strict_json
 from headway.trainer.checkpoints.format.file_checksums import FileChecksum
 from headway.trainer.checkpoints.format.plain_values import decode_state
 from headway.trainer.checkpoints.format.strict_json import memory_bytes, parse_json
+from headway.trainer.checkpoints.format.tensor_files import open_tensors
 from headway.trainer.checkpoints.rng import RngState
 from headway.trainer.checkpoints.storage import open_storage
 from headway.trainer.checkpoints.store import Checkpoint, CheckpointStore, read_checkpoint
@@ -409,3 +410,22 @@ def test_state_that_could_not_be_read_again_is_not_saved(tmp_path: Path, monkeyp
     store = CheckpointStore(tmp_path, world=ALONE)
     store.load({"rows": kept}, rank_parts={}, checkpoint=save(rows, 16 << 20))
     assert kept.state == rows
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    ["[0.0, 16.0]", "[-4, 16]", "[0, 1e30]", "[0, 8]", "[8, 16]", "[16, 0]", "[0, 8, 16]", "[null, 16]", '"ab"', "{}"],
+)
+def test_a_header_with_wrong_offsets_has_another_checksum_and_no_tensors(tmp_path: Path, offsets: str) -> None:
+    def write(name: str, offsets: str) -> Path:
+        header = f'{{"a": {{"dtype": "F32", "shape": [4], "data_offsets": {offsets}}}}}'.encode()
+        path = tmp_path / f"{name}.safetensors"
+        path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+        return path
+
+    good, bad = write("good", "[0, 16]"), write("bad", offsets)
+    with open_tensors(good) as reader:
+        assert reader.names == {"a"}
+    assert FileChecksum.of(bad) != FileChecksum.of(good)
+    with pytest.raises(CheckpointError, match="bad.safetensors"), open_tensors(bad):
+        pass

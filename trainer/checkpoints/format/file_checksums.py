@@ -104,7 +104,7 @@ def sections_of(data_begin: int, entries: Mapping[str, Any], size_bytes: int) ->
     try:
         offsets = sorted((begin, end) for begin, end in (each["data_offsets"] for each in entries.values()))
         for begin, stop in offsets:
-            if data_begin + begin != end or stop < begin:
+            if type(begin) is not int or type(stop) is not int or data_begin + begin != end or stop < begin:
                 raise ValueError(f"a tensor at {begin} to {stop}, after one that ends at {end - data_begin}")
             if stop > begin:
                 sections.append((end, data_begin + stop))

@@ -174,8 +174,11 @@ class _Unseen(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func in _FROM_VALUES and result.is_meta and not any(True for _ in _tensors(args)):
             self._tracker.record(result, self._tracker.find_writer())
-        elif func == _IS_META and result and sys._getframe(1).f_code.co_filename == nn.init.__file__:
-            self._tracker.record(args[0], self._tracker.find_writer())
+        elif func == _IS_META and result and (code := sys._getframe(1).f_code).co_filename == nn.init.__file__:
+            writer = self._tracker.find_writer()
+            # Of them, only trunc_normal_ could be repeated on the shards of a weight, in `reset_parameters`.
+            can_repeat = code.co_name == "_no_grad_trunc_normal_"
+            self._tracker.record(args[0], writer if can_repeat else Writer(None, writer.place))
         return result
 
 

@@ -18,6 +18,10 @@ from ..errors import ConfigError
 from ..private_torch import version_of, written_arguments
 
 aten = torch.ops.aten
+_DRAW_PLAIN = (
+    "draw into a plain tensor of the weight's shape, and copy this rank's part of it, by "
+    "torch.distributed.tensor.distribute_tensor(..., src_data_rank=None)"
+)
 
 
 def initialize_weights(models: Mapping[str, nn.Module], init_weights: Callable[[], None]) -> None:
@@ -30,8 +34,17 @@ def initialize_weights(models: Mapping[str, nn.Module], init_weights: Callable[[
     for tensor in tensors.values():
         _fill_nan(tensor)
     versions = {name: version_of(tensor) for name, tensor in tensors.items()}
-    with torch.no_grad(), _ShardInvariantRandom():  # type: ignore[no-untyped-call]
-        init_weights()
+    try:
+        with torch.no_grad(), _ShardInvariantRandom():  # type: ignore[no-untyped-call]
+            init_weights()
+    except RuntimeError as error:
+        if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+            error.add_note(
+                "init_weights() and reset_parameters() see shards of the weights (DTensors), which some functions do "
+                f"not know, such as torch.nn.init.orthogonal_: {_DRAW_PLAIN}. Or let configure_models() give the "
+                "model these values, without init_weights()"
+            )
+        raise
     after = dict(named_tensors(models))
     _check_set(
         name
@@ -126,8 +139,7 @@ class _ShardInvariantRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not reads and func.overloadpacket not in self._FILL:
             raise ConfigError(
                 f"init_weights or a reset_parameters calls {func} on a sharded weight, which would draw different "
-                "numbers for every number of ranks: draw into a plain tensor of the weight's shape, and copy this "
-                "rank's part of it, by torch.distributed.tensor.distribute_tensor(..., src_data_rank=None)"
+                f"numbers for every number of ranks: {_DRAW_PLAIN}"
             )
         whole_args = [_unsharded(each, reads) for each in args]
         full = func(*whole_args, **{name: _unsharded(each, reads) for name, each in kwargs.items()})

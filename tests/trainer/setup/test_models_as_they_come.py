@@ -119,6 +119,17 @@ class Truncates(nn.Linear):
         nn.init.zeros_(self.bias)
 
 
+class Orthogonal(nn.Linear):
+    """As a recurrent layer of one's own, by a function that shards do not know."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 4)
+
+    def reset_parameters(self) -> None:
+        nn.init.orthogonal_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
 class HeadTied(nn.Module):
     """The head has the embedding's weight, whose values come from the embedding, which is reset before the head."""
 
@@ -213,6 +224,7 @@ BUILT_FOR_REAL: dict[str, Callable[[], nn.Module]] = {
     "sparse_": _initialized_by(partial(nn.init.sparse_, sparsity=0.5)),
     "dirac_": _initialized_by(nn.init.dirac_),
     "eye_": _initialized_by(nn.init.eye_),
+    "orthogonal_ in reset_parameters": lambda: nn.Sequential(Orthogonal(), nn.Linear(4, 3)),
 }
 
 BUILT_ON_META: dict[str, Callable[[], nn.Module]] = {
@@ -360,7 +372,13 @@ def test_an_error_of_the_users_own_is_raised_as_it_is() -> None:
         _setup(fails)
 
 
-NAMES = ("apply in __init__", "torch.ones and a computed buffer", "a tied head", ".item()")
+NAMES = (
+    "apply in __init__",
+    "torch.ones and a computed buffer",
+    "a tied head",
+    ".item()",
+    "orthogonal_ in reset_parameters",
+)
 
 
 def _weights_on_ranks(world: World) -> dict[str, Any]:
@@ -380,6 +398,22 @@ def test_every_strategy_begins_with_the_values_of_one_process() -> None:
                 found = rank[f"{name}, {strategy}"]
                 assert found.keys() == alone.keys()
                 assert all(torch.equal(found[key], alone[key]) for key in alone), (name, strategy)
+
+
+def _initializes_shards(world: World) -> list[str]:
+    class Initializes(_trainer_of(Orthogonal)):  # type: ignore[misc]
+        def init_weights(self) -> None:
+            nn.init.orthogonal_(self.model.weight)
+
+    config = TinyConfig(max_steps=1, global_batch_size=8, parallel=ParallelConfig(strategy="fsdp"))
+    with pytest.raises(RuntimeError) as raised:
+        Initializes(config, world=world).setup()
+    return raised.value.__notes__
+
+
+def test_init_weights_that_shards_do_not_know_is_told_what_to_do() -> None:
+    for notes in run_on_ranks(_initializes_shards, 2):
+        assert any("draw into a plain tensor of the weight's shape" in note for note in notes)
 
 
 def _creations_with_values(world: World, runs_on_meta: bool) -> list[tuple[float, float]]:

@@ -6,8 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .config.experiment import Experiment as Experiment, Retries as Retries, Scaling as Scaling
+    from .config.experiment import Experiment as Experiment, Retries as Retries
     from .config.loader import resolve as resolve
+    from .config.scaling import Scaling as Scaling
     from .errors import (
         RunConflictError as RunConflictError,
         StorageError as StorageError,
@@ -39,8 +40,9 @@ if TYPE_CHECKING:
     from .train.train_loop import train_loop as train_loop
 
 _PUBLIC = {
-    "config.experiment": ("Experiment", "Retries", "Scaling"),
+    "config.experiment": ("Experiment", "Retries"),
     "config.loader": ("resolve",),
+    "config.scaling": ("Scaling",),
     "errors": ("RunConflictError", "StorageError", "TrainingFailedError"),
     "reports.run": ("write_report",),
     "runs.pointer": ("checkpoint_path",),

@@ -159,7 +159,7 @@ def _ray_for(tasks: int | None, *, is_small: bool, verbose: bool) -> Iterator[in
     from headway.trainer.loop.progress import Duration
 
     from ..cluster.connect import ray_connection, usable_cpus
-    from ..config.experiment import Scaling
+    from ..config.scaling import Scaling
 
     # A cluster may have no CPU until its autoscaler starts a node.
     scaling = Scaling(wait=Duration(3600, "seconds"))

@@ -18,7 +18,7 @@ from headway.datasets.data_nodes import RESOURCE as DATA_NODE
 from headway.trainer.errors import ConfigError, HeadwayError
 from headway.trainer.metrics.units import human_duration
 
-from ..config.experiment import Scaling
+from ..config.scaling import Scaling
 from ..train.elastic import slots_capped, target_workers
 from .own_ray import RayThread, on_loopback
 from .ray_env import temporary_env

@@ -10,7 +10,8 @@ from dataclasses import replace
 from headway.trainer.errors import ConfigError
 
 from ..cluster.connect import describe_wait, live_node_resources, placed_groups, wait_timeout_error
-from ..config.experiment import Experiment, Scaling
+from ..config.experiment import Experiment
+from ..config.scaling import Scaling
 from ..train.elastic import slots
 from .search import Search
 

@@ -13,8 +13,9 @@ from headway.trainer.checkpoints.retention import Mode
 from headway.trainer.errors import ConfigError
 from headway.trainer.loop.progress import Duration
 
-from ..config.experiment import Experiment, Scaling
+from ..config.experiment import Experiment
 from ..config.loader import override, parse_overrides, resolve, to_plain
+from ..config.scaling import Scaling
 from ..config.target import load_named
 from . import optuna_search
 from .objectives import Constraint

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..config.experiment import Scaling
+    from ..config.scaling import Scaling
 
 RAY_LEARNS_S = 22.0
 """Ray Train polls the cluster's machines every 20 s, so the view by which it sizes a group may be this old."""

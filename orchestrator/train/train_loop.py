@@ -23,8 +23,9 @@ from headway.trainer.loop.run_state import COMPONENTS
 from headway.trainer.trainer import Trainer
 
 from ..cli.console import RunConsole
-from ..config.experiment import Experiment, Scaling
+from ..config.experiment import Experiment
 from ..config.loader import check_not_redacted
+from ..config.scaling import Scaling
 from ..config.values import with_values
 from ..errors import StorageError
 from ..runs.open import OpenedRun, open_run, provenance_of

@@ -91,10 +91,10 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
     """Train one attempt on one rank; the function that Ray Train calls.
 
     Args:
-        settings: the "task", and as "training" the pickled class and config of the trainer.
+        settings: pickled, as "task" the `Task`, and as "training" the class and config of the trainer.
     """
     try:
-        task = replace(settings["task"], on_cpu=not has_accelerator())
+        task = replace(ray.cloudpickle.loads(settings["task"]), on_cpu=not has_accelerator())
         return run_attempt(task, lambda: ray.cloudpickle.loads(settings["training"]))
     except BaseException as error:
         name_process(error)

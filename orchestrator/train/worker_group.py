@@ -21,7 +21,8 @@ from headway.trainer.errors import ConfigError
 
 from ..cluster.own_ray import is_on_loopback
 from ..cluster.ray_env import temporary_env
-from ..config.experiment import RAYS_BACKENDS, Experiment, Scaling
+from ..config.experiment import RAYS_BACKENDS, Experiment
+from ..config.scaling import Scaling
 from ..config.target import is_user_file
 from ..errors import TrainingFailedError
 from ..runs.requests import StopRequest, read_stop_request
@@ -131,7 +132,8 @@ def _run_ray_train(
     with scratch_folder() as ray_dir:
         trainer = passing_function_by_value(TorchTrainer)(
             train,
-            train_loop_config={"task": task, "training": pickle_trainer(experiment)},
+            # As bytes, because Ray Train's controller gets it, too, and would import the trainer.
+            train_loop_config={"task": cloudpickle.dumps(task), "training": pickle_trainer(experiment)},
             torch_config=(LoopbackTorchConfig if is_on_loopback() and not is_rays else TorchConfig)(
                 backend=backend_for(
                     "cuda" if scaling.gpus_per_worker else "cpu",

@@ -18,7 +18,8 @@ from headway.trainer.callbacks.base import Callback
 from headway.trainer.checkpoints.retention import Best, Mode
 
 from ...cli.console import RunConsole
-from ...config.experiment import Experiment, Scaling
+from ...config.experiment import Experiment
+from ...config.scaling import Scaling
 from ...config.values import with_values
 from ...errors import RunConflictError
 from ...runs.ownership import own_folder

@@ -18,7 +18,7 @@ from ray.train import UserCallback
 
 from headway.trainer.metrics.units import human_duration
 
-from ...config.experiment import Scaling
+from ...config.scaling import Scaling
 from ...runs.requests import read_stop_request
 from ...storage.events import Event, EventWriter, read_events
 from ...storage.folder import Folder, retry_storage

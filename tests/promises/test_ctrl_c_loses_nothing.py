@@ -38,7 +38,8 @@ class Line(Trainer[LineConfig]):
         x = torch.randn(4096, 4, generator=torch.Generator().manual_seed(0))
         return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
     def training_step(self, batch, batch_idx):
-        time.sleep(self.config.pause_s)
+        # The next start does not have to be interrupted.
+        time.sleep(self.config.pause_s if self.attempt == 1 else 0.002)
         return nn.functional.mse_loss(self.model(batch[0]), batch[1])
 """
 

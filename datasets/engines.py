@@ -7,6 +7,7 @@ generator; closing it stops everything it started.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import pickle
@@ -27,6 +28,8 @@ from .data_nodes import DataNodes
 from .row_groups import ReadJob, chunks, read, read_table, transform
 from .transforms import Transform
 
+logger = logging.getLogger("headway.datasets")
+
 # Ray Data's scheduling takes about 12 ms of this process's CPU per task, whatever its size (Ray 2.60), so row groups
 # are combined up to this size.
 _TASK_BYTES = 16 * 2**20
@@ -40,6 +43,8 @@ _TASKS_PER_EXECUTION = 64
 _ERROR = "headway: error"
 # Key in the metadata of a table: the pickled jobs whose rows it has, to name the row of an error.
 _JOBS = b"headway: jobs"
+# Key of the warnings that were logged while they were read, as JSON.
+_WARNINGS = b"headway: warnings"
 # Set where worker processes of this environment are kept in reserve for training: reading must not use them up.
 _SPARES = "HEADWAY_SPARES"
 
@@ -201,6 +206,8 @@ class _Execution:
         for table in ray.get(list(block_refs)):
             if _ERROR in table.column_names:
                 raise pickle.loads(table.column(_ERROR)[0].as_py())
+            for line in json.loads((table.schema.metadata or {}).get(_WARNINGS, b"[]")):
+                logger.warning("%s (in a reading task)", line)
             if not self._wait_for_room():
                 return
             # Copied, so that the shared block is returned to Ray now and not with the last of its rows.
@@ -283,10 +290,33 @@ def _read_task(items: pa.Table) -> pa.Table:
     (task,) = items.column("jobs").to_pylist()
 
     def make() -> pa.Table:
-        table = read_table(pickle.loads(task))
-        return table.replace_schema_metadata({**(table.schema.metadata or {}), _JOBS: task})
+        with _collected_warnings() as lines:
+            table = read_table(pickle.loads(task))
+        return table.replace_schema_metadata(
+            {**(table.schema.metadata or {}), _JOBS: task, _WARNINGS: json.dumps(lines).encode()}
+        )
 
     return _errors_as_table(make)
+
+
+class _Collected(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def _collected_warnings() -> Iterator[list[str]]:
+    """Collect the warnings of a reading task, whose process has an output that nobody sees."""
+    handler = _Collected()
+    logger.addHandler(handler)
+    try:
+        yield handler.lines
+    finally:
+        logger.removeHandler(handler)
 
 
 class _Transformed:
@@ -309,9 +339,8 @@ class _Transformed:
         def make() -> pa.Table:
             done = [transform(rows, [self._function], job) for rows, job in zip(pieces, jobs, strict=True)]
             changed = concat(done)
-            if task is None:
-                return changed
-            return changed.replace_schema_metadata({**(changed.schema.metadata or {}), _JOBS: task})
+            kept = {key: each for key, each in (table.schema.metadata or {}).items() if key in (_JOBS, _WARNINGS)}
+            return changed.replace_schema_metadata({**(changed.schema.metadata or {}), **kept})
 
         return _errors_as_table(make)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
@@ -74,6 +75,8 @@ class OnRay(Trainer[OnRayConfig]):
                 print(f"printed: {self.config.say}")
                 self.print(f"said: {self.config.say}")
                 warnings.warn(f"warned: {self.config.say}", stacklevel=1)
+                for _ in range(2):  # a line is shown once
+                    logging.getLogger("headway.datasets").warning("logged: %s", self.config.say)
         return F.cross_entropy(self.model(batch["x"]), batch["y"])
 
     def _write_down(self, ids: list[int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import socket
 import sys
@@ -277,21 +278,39 @@ class _Lines(io.TextIOBase):
         """Keep an incomplete line until it is complete."""
 
 
+class _LoggedWarnings(logging.Handler):
+    """Passes the warnings that `headway.datasets` logs to a function."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Pass on the text of a warning."""
+        self._show(record.getMessage())
+
+
 @contextlib.contextmanager
 def _captured(events: EventWriter) -> Iterator[None]:
     """Turn output and warnings into events, because the worker's own output is not shown."""
     shown: set[str] = set()
 
-    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    def show(category: str, text: str) -> None:
         # Libraries that change the warning filters reset Python's record of warnings shown.
-        if str(message) not in shown:
-            shown.add(str(message))
-            events.add("warning", category=category.__name__, text=str(message))
+        if text not in shown:
+            shown.add(text)
+            events.add("warning", category=category, text=text)
+
+    def show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        show(category.__name__, str(message))
 
     before = warnings.showwarning
-    warnings.showwarning = show
+    warnings.showwarning = show_warning
+    logged = _LoggedWarnings(partial(show, "data"))
+    logging.getLogger("headway.datasets").addHandler(logged)
     try:
         with contextlib.redirect_stdout(_Lines(events)):
             yield
     finally:
+        logging.getLogger("headway.datasets").removeHandler(logged)
         warnings.showwarning = before

@@ -402,6 +402,24 @@ def test_training_continues_without_its_cache(
     stream.close()
 
 
+@pytest.mark.ray
+def test_the_warnings_of_reading_tasks_are_logged_by_the_process_that_trains(
+    places: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, ray_session: None
+) -> None:
+    """Ray writes those of other processes to files only."""
+    folder = tmp_path / "cache"
+    stream = opened(Parquet(f"file://{places['parquet']}", cache=Cache(folder, LARGE)), engine="ray")
+    shutil.rmtree(folder)
+    folder.write_text("not a folder")
+    with caplog.at_level(logging.WARNING, logger="headway.datasets"):
+        assert len(epoch(stream, 0)) == 13
+    stream.close()
+    lines = {record.getMessage() for record in caplog.records if record.name == "headway.datasets"}
+    told = [each for each in lines if each.startswith(f"the cache {folder} does not work")]
+    assert told
+    assert all(each.endswith(" (in a reading task)") for each in told)
+
+
 FULL_DISK = """
 import logging, os, sys
 from pathlib import Path

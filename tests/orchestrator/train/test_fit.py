@@ -232,11 +232,11 @@ def test_a_run_says_what_its_main_rank_says_and_can_be_stopped_from_outside(
         asker.join()
         return result
 
-    result = fit_until("warning", 1, StopRequest(reason="enough"))
+    result = fit_until("warning", 2, StopRequest(reason="enough"))
     assert (result.status, result.reason) == ("stopped", "enough")
     assert result.last_checkpoint is not None
     assert result.last_checkpoint.endswith(f"{result.steps:08d}")
-    for line in ("printed: hello", "said: hello", "UserWarning: warned: hello"):
+    for line in ("printed: hello", "said: hello", "UserWarning: warned: hello", "data: logged: hello"):
         assert screen.text.count(line) == 1
     assert f"stopped after {result.steps:,} steps: enough" in screen.text
     assert "\r" not in screen.text

@@ -92,9 +92,16 @@ def fit(
 
     # Must precede the import of the target, which may import Ray.
     quiet_environment(verbose=verbose)
-    from ..config.loader import to_yaml
+    from ..imports import fast_imports
 
-    experiment = resolve_experiment(context, target, overrides)
+    with fast_imports():
+        from ..config.loader import to_yaml
+
+        experiment = resolve_experiment(context, target, overrides)
+        if not (print_config or dry_run):
+            # What `fit` imports later.
+            from ..cluster import connect  # noqa: F401
+            from ..train import driver  # noqa: F401
     if print_config:
         print(to_yaml(experiment), end="")
         return

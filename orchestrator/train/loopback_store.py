@@ -5,16 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import ray
 import ray.train
-import torch.distributed as dist
-from ray.train.torch import TorchConfig
+
+from ..imports import fast_imports
+
+# Nothing has imported torch before in the controller and the workers. In the user's process, whose objects must not be
+# frozen, it is there.
+with nullcontext() if "torch" in sys.modules else fast_imports():
+    import torch.distributed as dist
+    from ray.train.torch import TorchConfig
 
 logger = logging.getLogger(__name__)
 

@@ -89,7 +89,7 @@ class Task:
 
 
 def train(settings: dict[str, Any]) -> dict[str, Any]:
-    """Train one attempt on one rank; the function that Ray Train calls.
+    """Train one attempt on one rank; called by the function that Ray Train calls.
 
     Args:
         settings: pickled, as "task" the `Task`, and as "training" the class and config of the trainer.

@@ -35,7 +35,7 @@ from .elastic import RAY_LEARNS_S, RESIZING
 from .failures.cause import find_cause, raised_failure
 from .failures.retry_policy import Restart, RestartRequired, RetriesExhausted, RetryPolicy, failure_of, slots_beside
 from .standby import environment
-from .worker import Task, train
+from .worker import Task
 from .worker_check import driver_versions
 
 _START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
@@ -131,7 +131,7 @@ def _run_ray_train(
     start_timeout_s = math.ceil(RAY_LEARNS_S) if scaling.is_elastic else 60
     with scratch_folder() as ray_dir:
         trainer = passing_function_by_value(TorchTrainer)(
-            train,
+            _train_function(),
             # As bytes, because Ray Train's controller gets it, too, and would import the trainer.
             train_loop_config={"task": cloudpickle.dumps(task), "training": pickle_trainer(experiment)},
             torch_config=(LoopbackTorchConfig if is_on_loopback() and not is_rays else TorchConfig)(
@@ -170,6 +170,22 @@ def _run_ray_train(
         with temporary_env({_START_TIMEOUT: str(start_timeout_s)}, unless_set=True):
             returned: dict[str, Any] = trainer.fit().return_value
         return returned
+
+
+def _train_function() -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return the function that Ray Train calls in a worker; local, so that unpickling it imports nothing."""
+
+    def train_worker(settings: dict[str, Any]) -> dict[str, Any]:
+        from ..imports import fast_imports
+
+        with fast_imports():
+            # Otherwise the first optimizer would import it.
+            import torch._dynamo  # noqa: F401
+
+            from .worker import train
+        return train(settings)
+
+    return train_worker
 
 
 def passing_function_by_value(trainer_class: type[Any]) -> type[Any]:

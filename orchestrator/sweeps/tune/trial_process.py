@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-import gc
 import pickle
 from typing import Any
+
+from ...imports import fast_imports
 
 
 def train_trial(config: dict[str, Any], packed: bytes, trains_here: bool) -> None:
@@ -24,18 +25,10 @@ def train_trial(config: dict[str, Any], packed: bytes, trains_here: bool) -> Non
 
 @functools.cache
 def _import_all(trains_here: bool) -> None:
-    """Import torch and Headway once per process, with the garbage collector disabled.
-
-    The objects of modules live as long as the process. Scanning them takes most of a second and frees nothing, so they
-    are frozen for later collections, too.
-    """
-    gc.disable()
-    try:
+    """Import torch and Headway, once per process: garbage of an earlier trial must not be frozen."""
+    with fast_imports():
         from . import trial  # noqa: F401
 
         if trains_here:
             # Otherwise the first optimizer would import it.
             import torch._dynamo  # noqa: F401
-    finally:
-        gc.freeze()
-        gc.enable()

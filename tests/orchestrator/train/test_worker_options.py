@@ -14,6 +14,7 @@ import pytest
 import ray
 import ray.train.torch
 import torch
+from ray import cloudpickle
 
 from headway.orchestrator import Scaling
 from headway.orchestrator.cluster.connect import unused_gpus, with_gpus
@@ -32,8 +33,8 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
 
     class Stub:
-        def __init__(self, _: Any, **settings: Any) -> None:
-            arguments.update(settings)
+        def __init__(self, function: Any, **settings: Any) -> None:
+            arguments.update(settings, function=function)
 
         def fit(self) -> Any:
             return SimpleNamespace(return_value={"status": "completed", "reason": ""})
@@ -69,6 +70,20 @@ def test_ray_train_itself_ends_retries_after_a_finite_number(tmp_path: Path, giv
     failures = given["run_config"].failure_config
     assert failures.max_failures == _MOST_RAY_RETRIES == 20
     assert 0 < failures.controller_failure_limit < 100
+
+
+def test_rays_controller_does_not_import_the_trainer(tmp_path: Path, given: dict[str, Any]) -> None:
+    """It gets all of this before it starts the workers, which wait for its imports."""
+    run_with(Scaling(workers=2), tmp_path)
+    contents = (given["function"], given["train_loop_config"], given["run_config"].callbacks)
+    (tmp_path / "contents").write_bytes(cloudpickle.dumps(contents))
+    script = (
+        "import sys, ray.train, ray.cloudpickle\n"
+        "ray.cloudpickle.loads(open(sys.argv[1], 'rb').read())\n"
+        "assert 'headway.orchestrator.train.failures.retry_policy' in sys.modules\n"
+        "assert not {'torch', 'headway.trainer.trainer'} & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "contents")], check=True)
 
 
 def test_workers_get_the_training_function_without_the_object_store(

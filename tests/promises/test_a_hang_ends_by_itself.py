@@ -92,7 +92,7 @@ def is_there(pid: int) -> bool:
 def test_a_stopped_worker_is_named_and_replaced_and_nothing_else_is_suspected(
     ray_session: None, tmp_path: Path
 ) -> None:
-    waits = experiment(tmp_path, hang_timeout="15s", max_failures=1, slow_s=6.0, pause_s=0.1)
+    waits = experiment(tmp_path, hang_timeout="12s", max_failures=1, slow_s=5.5, pause_s=0.05)
     stopped: list[Event] = []
     stopper = threading.Thread(target=stop_worker_at, args=(12, waits.run_dir, stopped))
     stopper.start()

@@ -274,6 +274,7 @@ class Run(RecordedFolder[Record]):
         StorageError: its record cannot be read; a `DamagedRecordError` if it cannot be parsed.
     """
 
+    record: Record
     _KIND, _FILE, _record_type = "run", RUN_RECORD, Record
 
     @property

@@ -48,7 +48,8 @@ class Session(ActiveRun):
 
     `for batch in run` yields global batches from the current position, epoch by epoch, until a limit of the config or a
     stop request; each rank gets its part. `step` checks on all ranks that the gradient is finite, clips it, steps the
-    optimizers and schedulers, updates the counters, and then logs, evaluates, saves in the background or stops if due.
+    optimizers and schedulers, updates the counters, and then logs, evaluates or stops if due. A checkpoint that is due is
+    saved, in the background, when the loop asks for the next batch: it includes what the loop has done after `step`.
 
     Args:
         config: how to train. `halve_on_out_of_memory` and `non_finite="retry"` are errors: they repeat a step, which
@@ -287,7 +288,7 @@ class Session(ActiveRun):
         self._engine.loop.optimizer_step.backward_and_log(loss)
 
     def step(self, optimizer: Optimizer | None = None) -> Any:
-        """Complete the update: check and clip the gradient, step, and log, evaluate or save if due.
+        """Complete the update: check and clip the gradient, step, and log or evaluate if due.
 
         Every rank must call this.
 

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from headway.datasets.batching import GlobalBatch
 from headway.trainer import (
     Callback,
+    CheckpointConfig,
     ConfigError,
     Duration,
     NonFiniteError,
@@ -144,6 +145,46 @@ def test_a_session_that_was_stopped_resumes_as_if_it_had_not_been(tmp_path: Path
     assert resumed.result.resumed_from == stopped.result.last_checkpoint
     assert same(weights(whole), weights(resumed))
     assert whole.result.history == resumed.result.history
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_what_the_loop_does_after_a_step_is_in_the_checkpoint_of_that_step(tmp_path: Path, background: bool) -> None:
+    """An average kept by hand, and random numbers, which decide on the dropout of the next step."""
+
+    def run_with(name: str, fails_at: int | None = None) -> list[dict[str, torch.Tensor]]:
+        config = config_of(
+            checkpoint=CheckpointConfig(every=Duration(2, "steps"), background=background), max_steps=8, max_epochs=None
+        )
+        models = {"model": model_of(), "average": model_of().requires_grad_(False)}
+        run = session(
+            config,
+            model=lambda: models,
+            optimizer=lambda models: {"optimizer": torch.optim.AdamW(models["model"].parameters(), lr=0.01)},
+            validation_step=lambda run, batch: loss_of(run.models["model"], batch),
+            run_dir=tmp_path / name,
+        )
+        with run:
+            run.restore()
+            for batch in run:
+                for micro_batch in run.accumulate(batch):
+                    run.backward(loss_of(run.models["model"], micro_batch))
+                run.step()
+                if run.global_step == fails_at:
+                    raise OSError("the machine is gone")
+                with torch.no_grad():
+                    pairs = zip(run.models["average"].parameters(), run.models["model"].parameters(), strict=True)
+                    for average, weight in pairs:
+                        average.lerp_(weight, torch.rand(()))
+        return [
+            {name: value.clone() for name, value in run.unwrap(model).state_dict().items()}
+            for model in run.models.values()
+        ]
+
+    straight = run_with("straight")
+    with pytest.raises(OSError, match="the machine is gone"):
+        run_with("killed", fails_at=5)
+    resumed = run_with("killed")
+    assert all(same(first, second) for first, second in zip(straight, resumed, strict=True))
 
 
 def test_leaving_the_loop_early_saves_where_it_stands(tmp_path: Path) -> None:

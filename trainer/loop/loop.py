@@ -118,7 +118,7 @@ class Loop:
         self._accumulated: tuple[GlobalBatch, bool] | None = None
         self._epoch_batch: GlobalBatch | None = None
         self._awaits_update = False
-        self._must_save_best = False
+        self._must_save_best = self._must_save = False
         self._uneven_samples = 0
         self._has_warned = False
         # Not under compile, whose code would be compiled again afterwards.
@@ -191,6 +191,7 @@ class Loop:
             if self._progress.is_closing:
                 self._close_epoch()
             self._handle_requests()
+            self._save_if_due()
         self._is_running = self.needs_restore = has_work and self.end_reason() is None
         if self._is_running:
             self._reads.start()
@@ -225,6 +226,7 @@ class Loop:
         self._reads.close()
         self._stopped, self._is_running, self._resumes, self._resumed_from = None, False, False, None
         self._epoch_batch = self._accumulated = None
+        self._must_save_best = self._must_save = False
         self.recorder.in_update = False
         self.saver.clean_up()
         if self.compile_cache is not None:
@@ -267,6 +269,8 @@ class Loop:
                         "a batch was not used for an update: call run.step() after `for micro_batch in "
                         "run.accumulate(batch)`, once per batch"
                     )
+                # Only now, so that the checkpoint has what the caller's loop has done after the update.
+                self._save_if_due()
                 past_limit = reached_limit_in_epoch(config, progress) and not was_past_limit
                 if self._stopped or past_limit or reached_steps_per_epoch(config, progress):
                     break
@@ -307,7 +311,7 @@ class Loop:
         """
         loaded = self._as_own_batch(batch)
         applied = self._run_step(loaded, lambda: self.optimizer_step(loaded), of_epoch=False)
-        return self._run_due_actions(applied=applied) if self._is_running else self._flush()
+        return self._run_due_actions(applied=applied, of_epoch=False) if self._is_running else self._flush()
 
     def accumulate(self, batch: Any) -> Generator[Any, None, None]:
         """Yield the micro-batches of a batch, of `epoch` or not, for `backward` and `complete`."""
@@ -322,7 +326,8 @@ class Loop:
         accumulated, self._accumulated = self._accumulated, None
         # Without a batch, `complete` below raises.
         batch, of_epoch = accumulated or (LoadedBatch([], [], 0), False)
-        return self._run_due_actions(applied=self._run_step(batch, self.optimizer_step.complete, of_epoch=of_epoch))
+        applied = self._run_step(batch, self.optimizer_step.complete, of_epoch=of_epoch)
+        return self._run_due_actions(applied=applied, of_epoch=of_epoch)
 
     def _as_own_batch(self, batch: Any) -> LoadedBatch:
         self._numerics.check_own_batch()
@@ -515,10 +520,11 @@ class Loop:
             self._first_checks = nullcontext()
         return True
 
-    def _run_due_actions(self, *, applied: bool) -> dict[str, float]:
+    def _run_due_actions(self, *, applied: bool, of_epoch: bool = True) -> dict[str, float]:
         """Log, then stop, or evaluate and save, as due or requested after an update; return the logged record.
 
-        If the update was not applied, actions due by the number of updates have been done already.
+        If the update was not applied, actions due by the number of updates have been done already. After a batch `of
+        the epoch`, `epoch` saves when it is asked for the next one.
         """
         progress, agreed = self._progress, self._requests.agree()
         if agreed.saved:
@@ -532,11 +538,9 @@ class Loop:
         if agreed.evaluate or (applied and self._evaluations.due(progress, ended="steps")):
             self._evaluate()
             self._handle_requests()
-        self._save_if_best()
-        if agreed.save or (applied and self.saver.schedule.due(progress, ended="steps")):
-            self._save_unless_saved()
-        if applied:
-            self.saver.rehearse()
+        self._must_save |= agreed.save or (applied and self.saver.schedule.due(progress, ended="steps"))
+        if not of_epoch:
+            self._save_if_due()
         if self._has_clocks and self._world.is_main:
             # Clocks differ between ranks: the main rank's decides, and requests the action on all ranks.
             elapsed_s = self.recorder.elapsed_s()
@@ -637,24 +641,21 @@ class Loop:
         self._callbacks.on_epoch_end(metrics)
         # An earlier checkpoint of this update does not have the end of the epoch.
         self._state.last_saved_step = None
-        self._save_if_best()
-        if self.saver.schedule.due(progress, ended="epochs"):
-            self._save_unless_saved()
+        self._must_save |= self.saver.schedule.due(progress, ended="epochs")
         self._handle_requests()
+        self._save_if_due()
         if not self._is_running:
             self.saver.finish()
         return metrics
 
     def _handle_requests(self) -> None:
-        """Handle requests immediately, after an evaluation or at the end of an epoch."""
+        """Handle requests after an evaluation or at the end of an epoch; `_save_if_due` saves."""
         agreed = self._requests.agree_now()
         if agreed.saved:
             self.saver.finish()
         if agreed.evaluate:
             self._evaluate()
-        self._save_if_best()
-        if agreed.save:
-            self._save_unless_saved()
+        self._must_save |= agreed.save
         if agreed.stop and self._stopped is None and reached_limit(self._config, self._progress) is None:
             self._stop(agreed.stop)
 
@@ -728,11 +729,14 @@ class Loop:
         if (status := self._requests.agree_now().stop) is not None:
             self._stop(status)
 
-    def _save_if_best(self) -> None:
-        """Save the state of the last evaluation, if it is the best so far and `save_best` is set."""
-        best, self._must_save_best = self._must_save_best, False
-        if best:
+    def _save_if_due(self) -> None:
+        """Save if that is due or requested, or the last evaluation is the best so far and `save_best` is set."""
+        must_save = self._must_save or self._must_save_best
+        self._must_save = self._must_save_best = False
+        if must_save:
             self._save_unless_saved()
+        if self._is_running and self._progress.step:
+            self.saver.rehearse()
 
     def _stop(self, status: StopStatus) -> None:
         self._stopped = status
@@ -744,9 +748,8 @@ class Loop:
         """Evaluate and save the last state, unless done already; after a stop request only save it."""
         if self._stopped is None:
             self._evaluate()
-        self._save_if_best()
-        if self._config.checkpoint.at_end:
-            self._save_unless_saved()
+        self._must_save |= self._config.checkpoint.at_end
+        self._save_if_due()
         self.saver.finish()
 
     def end_reason(self) -> str | None:

@@ -48,8 +48,8 @@ class Session(ActiveRun):
 
     `for batch in run` yields global batches from the current position, epoch by epoch, until a limit of the config or a
     stop request; each rank gets its part. `step` checks on all ranks that the gradient is finite, clips it, steps the
-    optimizers and schedulers, updates the counters, and then logs, evaluates or stops if due. A checkpoint that is due is
-    saved, in the background, when the loop asks for the next batch: it includes what the loop has done after `step`.
+    optimizers and schedulers, updates the counters, and then logs, evaluates or stops if due. A checkpoint that is due
+    is saved, in the background, when the loop asks for the next batch: it includes what the loop has done after `step`.
 
     Args:
         config: how to train. `halve_on_out_of_memory` and `non_finite="retry"` are errors: they repeat a step, which

@@ -310,7 +310,7 @@ class _Collected(logging.Handler):
 
 @contextlib.contextmanager
 def _collected_warnings() -> Iterator[list[str]]:
-    """Collect the warnings of a reading task, whose process has an output that nobody sees."""
+    """Collect the warnings of a reading task, whose output is not shown."""
     handler = _Collected()
     logger.addHandler(handler)
     try:

@@ -450,7 +450,7 @@ assert run.get(names[300]) == bytes(8000), "those of this run are kept"
 
 
 def test_a_disk_that_is_full_below_the_limit_keeps_the_entries_of_this_run(tmp_path: Path) -> None:
-    """On a real disk of 1 MiB, in a namespace of its own."""
+    """On a real disk of 1 MiB, in a separate namespace."""
     if subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "true"], capture_output=True).returncode:
         pytest.skip("this machine lets no user mount a disk in a namespace")
     mount = f'mount -t tmpfs -o size=1m tmpfs "{tmp_path}" && exec "{sys.executable}" -c "$1" "{tmp_path}"'

@@ -523,8 +523,8 @@ class Loop:
     def _run_due_actions(self, *, applied: bool, of_epoch: bool = True) -> dict[str, float]:
         """Log, then stop, or evaluate and save, as due or requested after an update; return the logged record.
 
-        If the update was not applied, actions due by the number of updates have been done already. After a batch `of
-        the epoch`, `epoch` saves when it is asked for the next one.
+        If the update was not applied, actions due by the number of updates have been done already. If the
+        batch is `of_epoch`, `epoch` saves when it is asked for the next one.
         """
         progress, agreed = self._progress, self._requests.agree()
         if agreed.saved:

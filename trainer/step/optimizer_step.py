@@ -738,7 +738,7 @@ def _gradient_versions(optimizers: Sequence[Optimizer]) -> dict[nn.Parameter, in
 
 
 def _has_other_gradients(optimizers: Sequence[Optimizer], before: Mapping[nn.Parameter, int | None]) -> bool:
-    """Whether gradients have changed; those of parameters that have been added since are not compared."""
+    """Whether gradients have changed. Parameters that were added since are not compared."""
     now = _gradient_versions(optimizers)
     return any(now.get(parameter, version) != version for parameter, version in before.items())
 

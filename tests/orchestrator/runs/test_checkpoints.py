@@ -1,4 +1,4 @@
-"""The checkpoints of a run, read while the run goes on."""
+"""The checkpoints of a run, read while the run continues."""
 
 from __future__ import annotations
 

@@ -111,15 +111,30 @@ def growing_head(folder: Path, resources: Mapping[str, float], **groups: Mapping
         yield port
 
 
-def raylets(port: int) -> set[int]:
-    """Return the processes that stand for the machines of a cluster, by the port of its head."""
+def _processes(port: int, is_one: Callable[[list[bytes]], bool]) -> set[int]:
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             command = (folder / "cmdline").read_bytes().split(b"\0")
-            if command[0].endswith(b"/raylet") and any(f":{port}".encode() in each for each in command):
+            if is_one(command) and any(f":{port}".encode() in each for each in command):
                 found.add(int(folder.name))
     return found
+
+
+def raylets(port: int) -> set[int]:
+    """Return the processes that stand for the machines of a cluster, by the port of its head."""
+    return _processes(port, lambda command: command[0].endswith(b"/raylet"))
+
+
+@contextlib.contextmanager
+def paused_autoscaler(port: int) -> Iterator[None]:
+    """Stop the autoscaler of a head, so that no machine comes meanwhile."""
+    (autoscaler,) = _processes(port, lambda command: any(each.endswith(b"/monitor.py") for each in command))
+    os.kill(autoscaler, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(autoscaler, signal.SIGCONT)
 
 
 def headway_on(port: int, *arguments: str) -> subprocess.Popen[str]:

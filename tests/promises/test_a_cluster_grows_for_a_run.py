@@ -43,8 +43,11 @@ def test_a_machine_comes_for_a_run_that_waits_for_it_and_goes_after_it(port: int
     # Its dashboard may answer earlier.
     heads.wait_until(lambda: len(heads.raylets(port)) == 1)
     head = heads.raylets(port)
-    driver = fit(port, *common, "name=run", "config.max_steps=60", "config.pause_s=0.1", "scaling.workers=2",
-                 "scaling.wait=3m")  # fmt: skip
+    settings = *common, "name=run", "config.max_steps=60", "config.pause_s=0.1", "scaling.workers=2", "scaling.wait=3m"
+    # A machine that comes within five seconds is not waited for in any line.
+    with heads.paused_autoscaler(port):
+        driver = fit(port, *settings)
+        heads.wait_until(lambda: bool(events("waiting_for_machines")), driver)
     with driver:
         try:
             heads.wait_until(lambda: bool(events("training")), driver)

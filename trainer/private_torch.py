@@ -26,6 +26,11 @@ def version_of(tensor: torch.Tensor) -> int | None:
     return getattr(tensor, "_version", None)
 
 
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Whether a backward pass calls hooks of the user's for a parameter; False if torch does not tell."""
+    return bool(getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def written_arguments(operator: Any) -> list[tuple[int, str]]:
     """Return position and name of the arguments that an operator changes in place; by its name without a schema."""
     if (schema := getattr(operator, "_schema", None)) is None:

@@ -95,6 +95,16 @@ def test_two_ranks_each_with_its_own_random_numbers(tmp_path: Path, strategy: st
     assert len(ids) == len(set(ids)) == 96
 
 
+def _three_ranks(world: World, folder: str) -> None:
+    config = TinyConfig(**{**vars(CONFIG), "global_batch_size": 15, "parallel": ParallelConfig(strategy="ddp")})
+    reference = _train(world, f"{folder}/reference", [], config)
+    _assert_equal(_train(world, f"{folder}/interrupted", [7, 9], config), reference)
+
+
+def test_three_ranks_whose_sums_depend_on_the_arrangement_of_buckets(tmp_path: Path) -> None:
+    run_on_ranks(_three_ranks, 3, str(tmp_path))
+
+
 def test_worker_processes_augment_by_the_row(tmp_path: Path) -> None:
     """The random numbers of a row depend only on (seed, epoch, row), so loader workers need no state to resume."""
     world = World.single("cpu")

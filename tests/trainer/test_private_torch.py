@@ -274,3 +274,11 @@ def test_an_optimizer_that_does_not_tell_cannot_skip_its_step() -> None:
     assert private_torch.can_skip(optimizer)
     del optimizer._step_supports_amp_scaling
     assert not private_torch.can_skip(optimizer)
+
+
+def test_hooks_of_a_parameter_are_found_or_it_seems_to_have_none() -> None:
+    plain, masked, watched = (nn.Parameter(torch.zeros(1)) for _ in range(3))
+    masked.register_hook(lambda gradient: gradient)
+    watched.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert [private_torch.has_gradient_hooks(each) for each in (plain, masked, watched)] == [False, True, True]
+    assert not private_torch.has_gradient_hooks(object())  # type: ignore[arg-type]

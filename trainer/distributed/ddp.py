@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..private_torch import has_gradient_hooks
+
 _OPERATORS = ("__getitem__", "__len__", "__iter__", "__contains__")
 
 
@@ -56,6 +58,51 @@ class ReplicatedModule(DistributedDataParallel):
             setattr(self.module, name, value)
         else:
             super().__setattr__(name, value)
+
+
+class _Sum(nn.Module):
+    """A forward pass whose backward pass reaches the parameters of a module in the opposite order."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        embeddings = [each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
+        self._sparse = {each.weight for each in embeddings if each.sparse}
+
+    def forward(self) -> torch.Tensor:
+        total = torch.zeros((), device=self._trained[0].device)
+        for parameter in self._trained:
+            if parameter in self._sparse:
+                row = torch.zeros(1, dtype=torch.long, device=parameter.device)
+                total = total + nn.functional.embedding(row, parameter, sparse=True).sum()
+            else:
+                total = total + (torch.view_as_real(parameter) if parameter.is_complex() else parameter).sum()
+        return total
+
+
+def arrange_buckets(model: ReplicatedModule) -> None:
+    """Let DDP arrange the buckets in which it reduces gradients before the first update instead of after it.
+
+    DDP arranges them anew after the first backward pass of a process, in the order in which gradients came. The sums of
+    three or more ranks depend on the arrangement by rounding, so the first update after a restart would differ from
+    that of a run that was not interrupted. A backward pass through the sum of the parameters settles it for both.
+
+    Every rank must call it. It leaves no gradients. Nothing is done where DDP never arranges anew
+    (`find_unused_parameters`), or where a hook of the user's would see the gradients.
+    """
+    trained = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
+    if model.find_unused_parameters or any(has_gradient_hooks(each) for each in trained):
+        return
+    module = model.module
+    model._modules["module"] = _Sum(module)  # whose call runs none of the user's hooks
+    model.require_forward_param_sync = False  # until the end of this pass: its buffers are equal already
+    try:
+        with torch.enable_grad():
+            DistributedDataParallel.forward(model).backward()  # type: ignore[no-untyped-call]
+    finally:
+        model._modules["module"] = module
+    for parameter in trained:
+        parameter.grad = None
 
 
 def _of_module(name: str) -> Callable[..., Any]:

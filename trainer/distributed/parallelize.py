@@ -27,7 +27,7 @@ from ..errors import ConfigError
 from ..private_torch import compile_in_place, compiled_module
 from ..step.precision import cast_weights
 from .activation_checkpointing import wrap_checkpointed
-from .ddp import ReplicatedModule
+from .ddp import ReplicatedModule, arrange_buckets
 from .dtensor import is_sharded, own_part, to_local
 from .fsdp import has_forward, shard_fully, sharded_roots, whole_parameters
 from .mesh import Mesh
@@ -91,13 +91,16 @@ def replicate(model: nn.Module, config: ParallelConfig, world: World) -> nn.Modu
         if buffer.is_contiguous() and not buffer.is_sparse:
             # A transposed dimension of size 1 has an unusual stride, with which DDP cannot broadcast a single buffer.
             buffer.data = buffer.data.reshape(-1).view(buffer.shape)
-    return ReplicatedModule(
+    replicated = ReplicatedModule(
         model,
         process_group=world.group,
         device_ids=[world.device] if world.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         find_unused_parameters=config.find_unused_parameters,
     )
+    if world.size > 2:  # the sum of two is the same in any order
+        arrange_buckets(replicated)
+    return replicated
 
 
 def rewrap_ddp(model: nn.Module, config: ParallelConfig, world: World) -> nn.Module:

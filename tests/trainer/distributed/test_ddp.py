@@ -1,0 +1,78 @@
+"""DDP reduces gradients in the same buckets from the first update on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from headway.trainer import ParallelConfig, World
+from headway.trainer.distributed.parallelize import replicate
+from tests.distributed import run_on_ranks
+
+
+class _Mixed(nn.Module):
+    """Parameters of several kinds, used in another order than they are registered in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(300, 7)
+        self.phases = nn.Parameter(torch.randn(300, dtype=torch.complex64))
+        self.hidden = nn.Linear(300, 300)
+        self.words = nn.Embedding(50, 300, sparse=True)
+        self.frozen = nn.Parameter(torch.randn(300), requires_grad=False)
+        self.norm = nn.BatchNorm1d(300)
+        self.calls: list[str] = []
+        self.register_forward_hook(lambda *_: self.calls.append("forward"))
+
+    def forward(self, words: torch.Tensor) -> Any:
+        hidden = self.norm(self.hidden(self.words(words) + self.frozen))
+        return self.head(hidden * (self.phases * hidden.detach()).abs()).square().sum()
+
+
+def _gradients(world: World) -> list[list[torch.Tensor]]:
+    torch.manual_seed(0)
+    model = _Mixed()
+    replicated = replicate(model, ParallelConfig(strategy="ddp"), world)
+    assert model.calls == []
+    assert all(each.grad is None for each in model.parameters())
+    assert set(model.norm.state_dict()) == {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
+    assert int(model.norm.num_batches_tracked) == 0
+    words = torch.randint(50, (8,), generator=torch.Generator().manual_seed(world.rank))
+    found = []
+    for _ in range(3):
+        replicated(words).backward()
+        found.append([each.grad.to_dense().clone() for each in model.parameters() if each.grad is not None])
+        replicated.zero_grad()
+    return found
+
+
+def test_the_first_update_adds_as_all_others_do() -> None:
+    for first, *others in run_on_ranks(_gradients, 3):
+        assert len(first) == 8
+        for gradients in others:
+            assert all(map(torch.equal, first, gradients))
+
+
+class _Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.seen: list[float] = []
+        self.layer.weight.register_post_accumulate_grad_hook(lambda each: self.seen.append(float(each.sum())))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.layer(rows).sum()  # type: ignore[no-any-return]
+
+
+def _hooked(world: World) -> int:
+    model = _Hooked()
+    replicated = replicate(model, ParallelConfig(strategy="ddp"), world)
+    assert model.seen == []
+    replicated(torch.ones(2, 3)).backward()
+    return len(model.seen)
+
+
+def test_a_hook_of_a_users_is_called_for_real_gradients_only() -> None:
+    assert run_on_ranks(_hooked, 3) == [1, 1, 1]

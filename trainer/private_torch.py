@@ -21,6 +21,12 @@ from torch.utils.data import DataLoader
 from .errors import ConfigError
 
 
+def store_of(group: dist.ProcessGroup) -> dist.Store | None:
+    """Return the key-value store through which a process group was started; None if torch does not tell."""
+    get = getattr(group, "get_group_store", None)
+    return None if get is None else get()
+
+
 def version_of(tensor: torch.Tensor) -> int | None:
     """Return the number of changes of a tensor in place; None if torch does not tell."""
     return getattr(tensor, "_version", None)

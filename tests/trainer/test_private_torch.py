@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
@@ -282,3 +283,11 @@ def test_hooks_of_a_parameter_are_found_or_it_seems_to_have_none() -> None:
     watched.register_post_accumulate_grad_hook(lambda parameter: None)
     assert [private_torch.has_gradient_hooks(each) for each in (plain, masked, watched)] == [False, True, True]
     assert not private_torch.has_gradient_hooks(object())  # type: ignore[arg-type]
+
+
+def test_a_group_tells_its_store_or_none() -> None:
+    class Group:
+        pass
+
+    assert callable(dist.ProcessGroup.get_group_store)
+    assert private_torch.store_of(Group()) is None  # type: ignore[arg-type]

@@ -142,6 +142,11 @@ class World:
                 private_torch.set_group_timeout(group, seconds)
 
     @property
+    def store(self) -> Store | None:
+        """The key-value store of the process group; None for a single process, or if torch does not tell."""
+        return private_torch.store_of(_default_group()) if self.size > 1 else None
+
+    @property
     def owns_process_group(self) -> bool:
         """Whether this object started the process group, so that `close` ends it."""
         return self.rendezvous is not None

@@ -8,8 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from torch.distributed import PrefixStore
+
 from ..checkpoints.rng import GeneratorsBefore
 from ..distributed.world import World, set_group_timeout
+from .common_read import CommonRead
 from .control import Requests
 from .signals import interrupt_main_thread
 
@@ -34,6 +37,8 @@ class BlockedReads:
     Then they repeat that sum until no rank waits for its batch: for a rank that waits, the other thread takes part. A
     request that is known in such a round is served by all ranks; those that have a batch do not use it if the run is to
     stop.
+
+    Where they need not agree, a request is served while all ranks wait for the same batch (`CommonRead`).
 
     Args:
         requests: of the run.
@@ -65,6 +70,9 @@ class BlockedReads:
         # lock; the other thread serves requests only if `_is_reading` is True after it has set `_is_served`.
         self._lock = threading.Lock()
         self._is_reading = self._is_served = self._may_save = False
+        # Where ranks do not agree on a batch; `_in_common` is set while one is read.
+        self._common: CommonRead | None = None
+        self._in_common: CommonRead | None = None
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._reader, self._began_s = 0, 0.0
@@ -82,9 +90,13 @@ class BlockedReads:
             set_group_timeout(self._world.control, timeout_s)
 
     def start(self) -> None:
-        """Start looking for requests, if they can be served inside reads."""
+        """Start looking for requests, if they can be served inside reads. Every rank must call this."""
         self._error, self.was_ended = None, False
-        if self._world.size > 1 and not self._agrees:
+        self._common = self._in_common = None
+        if (store := self._ranks.store) is not None:
+            (number,) = self._ranks.sum_ints(store.add("headway-runs", 1) if self._ranks.is_main else 0)
+            self._common = CommonRead(PrefixStore(f"headway-reads-{number}", store), self._ranks.size)
+        if self._world.size > 1 and not self._agrees and self._common is None:
             return
         self._closing.clear()
         self._thread = threading.Thread(target=self._watch, name="headway-blocked-reads", daemon=True)
@@ -110,12 +122,16 @@ class BlockedReads:
             Exception: from reading, or from a save that was requested meanwhile.
         """
         self.was_ended = False
-        if self._thread is None or (self._world.size > 1 and not agrees):
+        is_common = self._world.size > 1 and not agrees
+        if self._thread is None or (is_common and self._common is None):
             return next(batches, None)
         self._began_s = time.perf_counter()
         if in_training:
             self._generators.capture(self._began_s, may_change=draws)
         self._may_save, self._reader = in_training, threading.get_ident()
+        self._in_common = self._common if is_common else None
+        if self._in_common is not None:
+            self._in_common.begin(in_training=in_training)
         self._is_reading = True
         batch: T | None = None
         try:
@@ -172,6 +188,8 @@ class BlockedReads:
         if self.was_ended:
             # Withdraw the exception, if it has not been raised yet.
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._reader), None)
+        elif self._in_common is not None and self._in_common.leave():
+            self._serve_in_common()
 
     def _watch(self) -> None:
         is_alone = self._world.size == 1
@@ -179,12 +197,19 @@ class BlockedReads:
             waits = self._is_reading and time.perf_counter() - self._began_s >= _AFTER_S
             if not waits or self.was_ended or (is_alone and not self._requests.is_pending):
                 continue
+            if self._in_common is not None and self._in_common.is_over:
+                continue
             with self._lock:
                 self._is_served = True
                 try:
                     # The training thread is inside a read.
                     if self._is_reading and is_alone and self._can_serve():
                         self._serve(save=self._requests.save_is_pending, stop=self._requests.stop_is_pending)
+                    elif self._is_reading and self._in_common is not None:
+                        requests = self._requests
+                        wants = requests.stop_is_pending or (self._may_save and requests.save_is_requested)
+                        if self._in_common.look(wants=wants):
+                            self._serve_in_common()
                     elif self._is_reading and not is_alone:
                         self._take_part((0,) * _MOST_NUMBERS, waits=True, can_serve=self._can_serve())
                 except BaseException as error:
@@ -208,6 +233,16 @@ class BlockedReads:
             if num_able == self._world.size and (saves or stops):
                 self._serve(save=bool(saves), stop=bool(stops))
         return num_waiting, sums
+
+    def _serve_in_common(self) -> None:
+        """Serve requests of any rank, while all ranks wait for the same batch, or have just got it."""
+        requests = self._requests
+        requests.recall()  # as in `_take_part`
+        num_able, saves, stops = self._ranks.sum_ints(
+            self._can_serve(), requests.save_is_pending, requests.stop_is_pending
+        )
+        if num_able == self._ranks.size and (saves or stops):
+            self._serve(save=bool(saves), stop=bool(stops))
 
     def _serve(self, *, save: bool, stop: bool) -> None:
         """Save and stop as requested. On several ranks, all do so in the same round."""

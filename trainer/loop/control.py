@@ -61,7 +61,7 @@ class Requests:
         self._updates = 0
         self._began_s = time.perf_counter()
         self._saving: BackgroundSave | None = None
-        self._covers_save = False
+        self._covers_save = self._gave_save = False
         self.stop_reason = ""
 
     def watch(self, saving: BackgroundSave | None) -> None:
@@ -90,6 +90,11 @@ class Requests:
     def save_is_pending(self) -> bool:
         """Whether this rank has a request to save."""
         return bool(self._saves)
+
+    @property
+    def save_is_requested(self) -> bool:
+        """Whether this rank has a request to save, or has given one to a reduction that has not been read."""
+        return bool(self._saves) or self._gave_save
 
     @property
     def stop_is_pending(self) -> bool:
@@ -162,7 +167,7 @@ class Requests:
         self._saves.clear()
         self._stop, self.stop_reason = 0, ""
         # After an error a reduction may be pending: its result belongs to the old run, and ranks may be out of step.
-        self._in_flight = None
+        self._in_flight, self._gave_save = None, False
         self._interval, self._left = 1, 2
 
     def _drain(self) -> list[int]:
@@ -176,14 +181,16 @@ class Requests:
         # A save that starts during the reduction must not be reported as ended.
         self._covers_save = self._saving is not None
         is_busy = self._saving is not None and not self._saving.is_done
-        values = torch.tensor([*self._drain(), int(is_busy), update_us], dtype=torch.int32)
+        requests = self._drain()
+        self._gave_save = bool(requests[1])
+        values = torch.tensor([*requests, int(is_busy), update_us], dtype=torch.int32)
         self._in_flight = values, self._world.all_reduce_max_async(values)
 
     def _read(self) -> Agreed:
         if self._in_flight is None:
             return _NOTHING
         tensor, work = self._in_flight
-        self._in_flight = None
+        self._in_flight, self._gave_save = None, False
         work.wait()
         *values, is_busy, update_us = tensor.tolist()
         self._interval = max(1, min(_MOST_UPDATES, int(WITHIN_S * 1e6 / max(update_us, 1))))

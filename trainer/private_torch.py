@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader
 from .errors import ConfigError
 
 
-def store_of(group: dist.ProcessGroup) -> dist.Store | None:
+def store_of(group: dist.ProcessGroup) -> Store | None:
     """Return the key-value store through which a process group was started; None if torch does not tell."""
     get = getattr(group, "get_group_store", None)
     return None if get is None else get()

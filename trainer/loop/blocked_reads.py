@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from torch.distributed import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore
 
 from ..checkpoints.rng import GeneratorsBefore
 from ..distributed.world import World, set_group_timeout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 _SERVE, _GO_ON = b"serve", b"go on"
 
@@ -22,7 +22,7 @@ class CommonRead:
         num_ranks: their number.
     """
 
-    def __init__(self, store: dist.Store, num_ranks: int) -> None:
+    def __init__(self, store: Store, num_ranks: int) -> None:
         self._store, self._num_ranks = store, num_ranks
         self._reads = {True: 0, False: 0}
         self._key, self._round = "", 0

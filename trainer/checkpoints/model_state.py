@@ -32,6 +32,15 @@ class NamedModels(dict[str, nn.Module]):
         """Return the live `unwrapped_state_dict` of each model."""
         return {name: unwrapped_state_dict(model, keep_vars=True) for name, model in self.items()}
 
+    def sharded(self) -> dict[str, torch.Tensor]:
+        """Return the live sharded tensors, by their names in a checkpoint."""
+        return {
+            f"models/{model}/{key}": value
+            for model, state in self.state_by_model.items()
+            for key, value in state.items()
+            if isinstance(value, DTensor)
+        }
+
     @functools.cached_property
     def names(self) -> dict[int, str]:
         """Return the name of each tensor of the models by its id, the first name of a tied weight."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -41,7 +42,11 @@ class Staging:
         self._stream: torch.cuda.Stream | None = None
 
     def begin(
-        self, tensors: Mapping[str, torch.Tensor], layout: object, changes_only_on_step: Callable[[torch.Tensor], bool]
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        layout: object,
+        changes_only_on_step: Callable[[torch.Tensor], bool],
+        sharded: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> Copy:
         """Start to copy tensors into the memory of the previous copy.
 
@@ -49,6 +54,8 @@ class Staging:
             tensors: local tensors by name.
             layout: equal to that of the previous copy only if the names, shapes and types of the tensors are.
             changes_only_on_step: whether a tensor keeps its value until the optimizer steps.
+            sharded: live tensors, by name, whose changes do not show in the local tensors: an operation on a `DTensor`
+                in place counts as a change of it, and not of its shard.
         """
         if layout != self._layout:
             self._buffers, self._layout = _allocate(tensors), layout
@@ -64,8 +71,9 @@ class Staging:
             else:
                 self._buffers[name].copy_(tensor)
         versions = [version_of(tensor) for tensor in deferred]
+        watched = {name: tensor for name, tensor in sharded.items() if changes_only_on_step(tensor)}
         copies = [self._buffers[name] for name in names]
-        copy = Copy(dict(self._buffers), _Deferred(names, deferred, versions, copies))
+        copy = Copy(dict(self._buffers), _Deferred(names, deferred, versions, copies), watched)
         device = next((tensor.device for tensor in deferred if tensor.is_cuda), None)
         if device is not None:
             self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -99,8 +107,11 @@ class Copy:
         tensors: the copies by name, on the host; complete once `finish` has returned.
     """
 
-    def __init__(self, tensors: dict[str, torch.Tensor], deferred: _Deferred) -> None:
+    def __init__(
+        self, tensors: dict[str, torch.Tensor], deferred: _Deferred, sharded: Mapping[str, torch.Tensor]
+    ) -> None:
         self.tensors = tensors
+        self._sharded = [(name, tensor, version_of(tensor)) for name, tensor in sharded.items()]
         self._deferred = deferred
         self._changed: str | None = None
         self._error: Exception | None = None
@@ -136,7 +147,7 @@ class Copy:
             self._error = error
         finally:
             self._done.set()
-            self._deferred = _Deferred([], [], [], [])
+            self._deferred, self._sharded = _Deferred([], [], [], []), []
 
     def check(self) -> None:
         """Check that all tensors were copied at one instant.
@@ -165,7 +176,7 @@ class Copy:
         with self._lock:
             if not self._may_change:
                 names, tensors, versions, _ = self._deferred
-                columns = zip(names, tensors, versions, strict=True)
+                columns = itertools.chain(zip(names, tensors, versions, strict=True), self._sharded)
                 self._changed = next((name for name, each, version in columns if version_of(each) != version), None)
                 self._may_change = True
 

@@ -19,6 +19,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
 
 import torch
@@ -171,16 +172,18 @@ class CheckpointStore:
         metrics: Mapping[str, float],
         meta: Meta,
         changes_only_on_step: Callable[[torch.Tensor], bool],
+        sharded: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> BackgroundSave:
         """Start a save in the background and return immediately. Every rank must call this.
 
         Tensors that change only on a step must keep their value until `BackgroundSave.wait_for_snapshot` has returned;
-        all others are copied before this method returns. Call no other method of the store before `result`.
+        all others are copied before this method returns. `sharded` has the live sharded parameters, as `Staging.begin`
+        takes them. Call no other method of the store before `result`.
         """
         info, alone = _CheckpointInfo(step, epoch, dict(metrics), meta), self.world.size == 1
         try:
             snapshot = self._snapshot(parts, rank_parts, changes_only_on_step)
-            copy = self._staging.begin(snapshot.tensors, snapshot.shards, changes_only_on_step)
+            copy = self._staging.begin(snapshot.tensors, snapshot.shards, changes_only_on_step, sharded)
         except Exception as error:
             # Raised in the save thread, where the other ranks wait for this one in a collective.
             failure = error

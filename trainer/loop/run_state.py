@@ -166,7 +166,8 @@ class RunState:
         Raises:
             ConfigError: the trainer has no run directory.
         """
-        saving = self._require_store().begin_save(**self._contents())
+        models = NamedModels(self._ctx.models)
+        saving = self._require_store().begin_save(**self._contents(models), sharded=models.sharded())
         self.last_saved_step = self._ctx.progress.step
         return saving
 
@@ -180,9 +181,9 @@ class RunState:
             raise ConfigError("a checkpoint needs a folder: give the trainer a run_dir")
         return self._store
 
-    def _contents(self) -> dict[str, Any]:
+    def _contents(self, models: NamedModels | None = None) -> dict[str, Any]:
         """Return the store's arguments for a checkpoint of the current state."""
-        ctx, certificate, models = self._ctx, self._certificate.capture(), NamedModels(self._ctx.models)
+        ctx, certificate, models = self._ctx, self._certificate.capture(), models or NamedModels(self._ctx.models)
         meta = {
             "trainer": f"{self._program.__module__}:{self._program.__qualname__}",
             "data": {"guarantee": self._data.guarantee, "fingerprint": self._data.fingerprint},

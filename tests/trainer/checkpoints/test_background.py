@@ -134,6 +134,33 @@ def test_what_is_changed_under_the_copy_is_never_committed(tmp_path: Path, monke
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
+class Intrudes(TinyTrainer):
+    """Changes a weight before the forward pass, in the update after the save of step 2."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.training and self.global_step == 2:
+            with torch.no_grad():
+                self.model.first.weight.mul_(0.9)
+        return super().training_step(batch, batch_idx)
+
+
+def _intrude(world: World, folder: str, strategy: str) -> str:
+    config = TinyConfig(max_steps=6, evaluate_every=None, checkpoint=CheckpointConfig(every=Duration.parse("2 steps")),
+                        parallel=ParallelConfig(strategy=strategy))  # type: ignore[arg-type]  # fmt: skip
+    finish = Copy.finish
+    Copy.finish = lambda self: (time.sleep(0.3), finish(self))[1]  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError) as raised:
+        Intrudes(config, run_dir=folder, world=world).fit()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_weight_that_a_step_changes_under_the_copy_is_never_committed(tmp_path: Path, strategy: str) -> None:
+    for message in run_on_ranks(_intrude, 2, str(tmp_path), strategy):
+        assert "models/model/first.weight was changed while it was being saved" in message
+    assert CheckpointStore(tmp_path / "checkpoints", world=ALONE).list() == []
+
+
 class Unsaveable:
     def state_dict(self) -> dict[str, Any]:
         return {"lock": threading.Lock()}

@@ -86,3 +86,15 @@ class RunResult:
             signal=signal,
             **{name: getattr(record, name) for name in known},
         )
+
+
+def describe_end(status: str, steps: int) -> str:
+    """Return how a run ended, such as "interrupted after 40 steps".
+
+    Args:
+        status: of the run.
+        steps: of its result; those of its last checkpoint if it was ended at once, which may be 0.
+    """
+    if steps == 0 and status in ("stopped", "time_limit", "interrupted"):
+        return f"{status} before its first checkpoint"
+    return f"{status} after {steps:,} steps"

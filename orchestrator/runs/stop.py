@@ -11,6 +11,7 @@ from ..storage.events import read_events
 from ..storage.folder import Folder, absolute, join
 from ..sweeps.record import Sweep
 from .requests import StopRequest, request_stop
+from .result import describe_end
 from .run import SILENT_S, SWEEP_RECORD, Run, find_run
 
 _REASON = "headway runs stop"
@@ -67,7 +68,7 @@ def _summary(found: Run | Sweep) -> str:
         summary = f"{found.status} with {ended} of {found.record.trials} trials done"
         summary += f" ({found.record.reason})" if found.record.reason else ""
         return summary if found.status == "completed" else f"{summary}; to resume, start it again"
-    summary = f"{found.status} after {found.record.steps:,} steps" + (f" ({found.reason})" if found.reason else "")
+    summary = describe_end(found.status, found.record.steps) + (f" ({found.reason})" if found.reason else "")
     if found.is_finished:
         return summary
     starts = [event for event in read_events(found.folder) if event["event"] == "driver_started"]

@@ -21,7 +21,7 @@ from ..config.experiment import Experiment
 from ..config.loader import check_not_redacted
 from ..errors import RunConflictError, StorageError
 from ..runs.open import OpenedRun, open_run
-from ..runs.result import RunResult
+from ..runs.result import RunResult, describe_end
 from ..runs.resume import ResumeOptions
 from ..runs.run import Run, now
 from ..storage.events import EventWriter, read_events
@@ -230,7 +230,7 @@ def close(run: Run, result: RunResult, display: RunConsole, *, without: str = ""
     write_driver_ended(run, result.status)
     numbers = "  ".join(f"{name} {value:.4g}" for name, value in result.metrics.items() if "loss" in name)
     display.line(
-        f"{result.status} after {result.steps:,} steps: {result.reason}" + (f"  ({numbers})" if numbers else ""), "bold"
+        f"{describe_end(result.status, result.steps)}: {result.reason}" + (f"  ({numbers})" if numbers else ""), "bold"
     )
     display.line(f"its files: {result.run_dir}")
     if result.status in ("interrupted", "time_limit"):

@@ -257,17 +257,19 @@ def unwrapped_state_dict(model: nn.Module, *, keep_vars: bool = False) -> dict[s
 
 
 def tensors_changed_by_step(
-    models: Mapping[str, nn.Module],
-    optimizers: Mapping[str, torch.optim.Optimizer],
-    others: Iterable[torch.Tensor] = (),
-) -> Callable[[torch.Tensor], bool]:
-    """Return a predicate for the tensors that do not change until the next optimizer step.
+    models: NamedModels, optimizers: Mapping[str, torch.optim.Optimizer], others: Iterable[torch.Tensor] = ()
+) -> tuple[Callable[[torch.Tensor], bool], Callable[[torch.Tensor], bool]]:
+    """Return two predicates: for tensors that do not change until the next optimizer step, and for replicated ones.
 
-    These are parameters, optimizer state and those given as `others`.
+    The former are the parameters of optimizers, their state and those given as `others`. A parameter that no optimizer
+    holds is not among them: a step may average it by itself at any time, also by `parameter.data`, which leaves no
+    trace. Like them, it is equal on all ranks, unless it is sharded.
     """
-    state_by_model = (models if isinstance(models, NamedModels) else NamedModels(models)).state_by_model
     values: list[torch.Tensor] = [
-        value for each in state_by_model.values() for value in each.values() if isinstance(value, nn.Parameter)
+        parameter
+        for optimizer in optimizers.values()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
     ]
     values += [
         value
@@ -278,8 +280,18 @@ def tensors_changed_by_step(
     ]
     values += others
     plain = torch.Tensor, nn.Parameter  # `isinstance` takes longer
-    memory = {(each if type(each) in plain else to_local(each)).data_ptr() for each in values}
-    return lambda tensor: (tensor if type(tensor) in plain else to_local(tensor)).data_ptr() in memory
+
+    def address(tensor: torch.Tensor) -> int:
+        return (tensor if type(tensor) in plain else to_local(tensor)).data_ptr()
+
+    changed_by_step = set(map(address, values))
+    replicated = changed_by_step | {
+        address(value)
+        for state in models.state_by_model.values()
+        for value in state.values()
+        if isinstance(value, nn.Parameter)
+    }
+    return lambda tensor: address(tensor) in changed_by_step, lambda tensor: address(tensor) in replicated
 
 
 def _unwrapped_name(key: str) -> str:

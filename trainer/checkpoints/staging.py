@@ -2,14 +2,14 @@
 
 Parameters and optimizer state do not change between optimizer steps. In that window a thread copies them (on a GPU, a
 separate stream, into pinned memory), and the next optimizer step waits for the rest of the copy. Tensors that may
-change earlier, such as buffers in a forward pass, are copied immediately.
+change earlier, such as buffers in a forward pass, are copied before training continues (on a GPU, the device waits).
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -59,26 +59,29 @@ class Staging:
         """
         if layout != self._layout:
             self._buffers, self._layout = _allocate(tensors), layout
-        names, deferred = [], []
+        first, names, deferred = [], [], []
         for name, tensor in tensors.items():
             if changes_only_on_step(tensor):
                 names.append(name)
                 deferred.append(tensor)
-            elif tensor.is_cuda:
-                # Copied on the device first: a copy to the host would wait for all work that is enqueued.
-                names.append(name)
-                deferred.append(tensor.detach().clone())
             else:
-                self._buffers[name].copy_(tensor)
+                first.append(name)
         versions = [version_of(tensor) for tensor in deferred]
         watched = {name: tensor for name, tensor in sharded.items() if changes_only_on_step(tensor)}
         copies = [self._buffers[name] for name in names]
         copy = Copy(dict(self._buffers), _Deferred(names, deferred, versions, copies), watched)
-        device = next((tensor.device for tensor in deferred if tensor.is_cuda), None)
-        if device is not None:
+        device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
+        if device is None:
+            self._copy_now(tensors, first)
+        else:
             self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            copy.enqueue(self._stream)
+            copy.enqueue(self._stream, first=lambda: self._copy_now(tensors, first))
         return copy
+
+    @torch.no_grad()
+    def _copy_now(self, tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> None:
+        if names:
+            foreach_copy_([self._buffers[name] for name in names], [tensors[name] for name in names], non_blocking=True)
 
 
 def _allocate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -123,11 +126,19 @@ class Copy:
         if not deferred.tensors:
             self._done.set()
 
-    def enqueue(self, stream: torch.cuda.Stream) -> None:
-        """Enqueue the copy on a stream, after all work that is already enqueued on the training's stream."""
+    def enqueue(self, stream: torch.cuda.Stream, first: Callable[[], None]) -> None:
+        """Enqueue the copy on a stream, after all work that is already enqueued on the training's stream.
+
+        Args:
+            stream: of the copies.
+            first: enqueues copies for which later work of the training waits, on the device.
+        """
         self._device = stream.device
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        training = torch.cuda.current_stream(stream.device)
+        stream.wait_stream(training)
         with torch.cuda.stream(stream):
+            first()
+            training.wait_stream(stream)
             self._copy()
             # Otherwise the save thread would occupy a core while it waits.
             self._copied_event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

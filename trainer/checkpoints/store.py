@@ -137,7 +137,7 @@ class CheckpointStore:
         epoch: int,
         metrics: Mapping[str, float],
         meta: Meta,
-        changes_only_on_step: Callable[[torch.Tensor], bool] = lambda _: True,
+        is_replicated: Callable[[torch.Tensor], bool] = lambda _: True,
         name: str | None = None,
     ) -> Checkpoint:
         """Write a checkpoint and return it once it is on disk. Every rank must call this.
@@ -149,9 +149,8 @@ class CheckpointStore:
             epoch: completed passes over the data.
             metrics: floats, possibly NaN or infinite.
             meta: JSON for the manifest; or a function that returns it, called on the main rank by the saving thread.
-            changes_only_on_step: whether a tensor changes only when an optimizer steps. The writing of such tensors,
-                which are equal on all ranks, is divided among the ranks. Of other tensors, such as BatchNorm's buffers,
-                the main rank's are saved.
+            is_replicated: whether a tensor that is not sharded is equal on all ranks. The writing of such tensors is
+                divided among the ranks. Of other tensors, such as BatchNorm's buffers, the main rank's are saved.
             name: a name of the caller's choice, under which the checkpoint belongs to no run: it replaces an earlier
                 one of this name once all is staged, and no other is deleted. By default the step is the name.
 
@@ -160,7 +159,7 @@ class CheckpointStore:
                 checkpoints are untouched.
         """
         info = _CheckpointInfo(step, epoch, dict(metrics), meta, name)
-        return self._write(info, lambda: self._snapshot(parts, rank_parts, changes_only_on_step))
+        return self._write(info, lambda: self._snapshot(parts, rank_parts, is_replicated))
 
     def begin_save(
         self,
@@ -172,17 +171,19 @@ class CheckpointStore:
         metrics: Mapping[str, float],
         meta: Meta,
         changes_only_on_step: Callable[[torch.Tensor], bool],
+        is_replicated: Callable[[torch.Tensor], bool] | None = None,
         sharded: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> BackgroundSave:
         """Start a save in the background and return immediately. Every rank must call this.
 
         Tensors that change only on a step must keep their value until `BackgroundSave.wait_for_snapshot` has returned;
-        all others are copied before this method returns. `sharded` has the live sharded parameters, as `Staging.begin`
-        takes them. Call no other method of the store before `result`.
+        all others are copied before this method returns (on a GPU, before work that is enqueued later). Call no other
+        method of the store before `result`. By default all tensors that change only on a step are replicated, see
+        `save`. `sharded` has the live sharded parameters, as `Staging.begin` takes them.
         """
         info, alone = _CheckpointInfo(step, epoch, dict(metrics), meta), self.world.size == 1
         try:
-            snapshot = self._snapshot(parts, rank_parts, changes_only_on_step)
+            snapshot = self._snapshot(parts, rank_parts, is_replicated or changes_only_on_step)
             copy = self._staging.begin(snapshot.tensors, snapshot.shards, changes_only_on_step, sharded)
         except Exception as error:
             # Raised in the save thread, where the other ranks wait for this one in a collective.
@@ -203,7 +204,11 @@ class CheckpointStore:
         )
 
     def rehearse_save(
-        self, parts: Mapping[str, Stateful], *, changes_only_on_step: Callable[[torch.Tensor], bool]
+        self,
+        parts: Mapping[str, Stateful],
+        *,
+        changes_only_on_step: Callable[[torch.Tensor], bool],
+        is_replicated: Callable[[torch.Tensor], bool],
     ) -> None:
         """Copy the state in the background and discard it, so that the first save finds memory for its copies.
 
@@ -211,7 +216,7 @@ class CheckpointStore:
         them on all ranks. No collectives.
         """
         with contextlib.suppress(Exception):
-            snapshot = self._snapshot(parts, {}, changes_only_on_step)
+            snapshot = self._snapshot(parts, {}, is_replicated)
             copy = self._staging.begin(snapshot.tensors, snapshot.shards, changes_only_on_step)
             self._saver.rehearse(copy.finish)
 
@@ -219,11 +224,9 @@ class CheckpointStore:
         self,
         parts: Mapping[str, Stateful],
         rank_parts: Mapping[str, Stateful],
-        changes_only_on_step: Callable[[torch.Tensor], bool],
+        is_replicated: Callable[[torch.Tensor], bool],
     ) -> Snapshot:
-        snapshot = Snapshot.of(
-            parts, rank_parts, world=self.world, is_replicated=changes_only_on_step, known=self._shards
-        )
+        snapshot = Snapshot.of(parts, rank_parts, world=self.world, is_replicated=is_replicated, known=self._shards)
         self._shards = snapshot.shards
         return snapshot
 

@@ -127,7 +127,7 @@ class RunState:
             ConfigError: the trainer has no run directory.
             CheckpointError: it could not be written; earlier checkpoints are untouched.
         """
-        checkpoint = self._require_store().save(**self._contents())
+        checkpoint = self._require_store().save(**self._contents_to_save_now())
         self.last_saved_step = checkpoint.step
         return checkpoint
 
@@ -145,7 +145,7 @@ class RunState:
                 "run names and deletes its own: choose another, or leave path out"
             )
         store = CheckpointStore(folder.path_of(""), world=self._ctx.world)
-        return store.save(**self._contents(), name=name)
+        return store.save(**self._contents_to_save_now(), name=name)
 
     def guard_saves(self, ownership_problem: Callable[[], str | None]) -> None:
         """Make saves fail with the message that this returns, if any, on the main rank."""
@@ -174,15 +174,19 @@ class RunState:
     def rehearse_save(self) -> None:
         """Allocate the memory for the copies of background saves, in the background."""
         contents = self._contents()
-        self._require_store().rehearse_save(contents["parts"], changes_only_on_step=contents["changes_only_on_step"])
+        predicates = {key: contents[key] for key in ("changes_only_on_step", "is_replicated")}
+        self._require_store().rehearse_save(contents["parts"], **predicates)
 
     def _require_store(self) -> CheckpointStore:
         if self._store is None:
             raise ConfigError("a checkpoint needs a folder: give the trainer a run_dir")
         return self._store
 
+    def _contents_to_save_now(self) -> dict[str, Any]:
+        return {key: value for key, value in self._contents().items() if key != "changes_only_on_step"}
+
     def _contents(self, models: NamedModels | None = None) -> dict[str, Any]:
-        """Return the store's arguments for a checkpoint of the current state."""
+        """Return the store's arguments for a background save of the current state."""
         ctx, certificate, models = self._ctx, self._certificate.capture(), models or NamedModels(self._ctx.models)
         meta = {
             "trainer": f"{self._program.__module__}:{self._program.__qualname__}",
@@ -197,6 +201,9 @@ class RunState:
             # Called later by the saving thread; the config is frozen.
             return {"config": as_plain(ctx.config), **meta, "certificate": certificate()}
 
+        changes_only_on_step, is_replicated = tensors_changed_by_step(
+            models, ctx.optimizers, ctx.callbacks.tensors_changed_by_step()
+        )
         return {
             "parts": self._parts(models),
             "rank_parts": self._rank_parts(),
@@ -204,9 +211,8 @@ class RunState:
             "epoch": ctx.progress.epoch,
             "metrics": self._current_metrics(),
             "meta": complete,
-            "changes_only_on_step": tensors_changed_by_step(
-                models, ctx.optimizers, ctx.callbacks.tensors_changed_by_step()
-            ),
+            "changes_only_on_step": changes_only_on_step,
+            "is_replicated": is_replicated,
         }
 
     def record_evaluation(self, metrics: Mapping[str, float]) -> bool:

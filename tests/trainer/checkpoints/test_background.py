@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 import warnings
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from headway.trainer import (
@@ -487,3 +489,62 @@ def test_a_save_waits_for_the_one_that_is_under_way(tmp_path: Path, monkeypatch:
     # fit() waited for the last save.
     assert sorted(set(saved.steps)) == [1, 2, 3, 4, 5]
     assert most == [1]
+
+
+class Teaches(TinyTrainer):
+    """A teacher, held by no optimizer, which follows the weights at the beginning of a step, as in DINO and MoCo."""
+
+    assigns = False
+    has_followed = threading.Event()
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for average, weight in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
+            if self.assigns:
+                average.data = average.data * 0.5 + weight.data * 0.5
+            else:
+                average.data.mul_(0.5).add_(weight.detach().data, alpha=0.5)  # `.data` changes no version
+        self.has_followed.set()
+        with torch.no_grad():
+            target = self.teacher(batch["x"])
+        return F.mse_loss(self.model(batch["x"]), target + 1)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.model(batch["x"]).mean()}
+
+
+class Reassigns(Teaches):
+    assigns = True
+
+
+def _teaches(world: World, folder: str, strategy: str, cls: type[Teaches] = Teaches) -> None:
+    config = replace(CONFIG, parallel=ParallelConfig(strategy=strategy))  # type: ignore[arg-type]
+    finish = Copy.finish
+
+    def finish_late(copy: Copy) -> None:
+        cls.has_followed.clear()
+        cls.has_followed.wait(1)
+        finish(copy)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Copy, "finish", finish_late)
+        trained = cls(config, run_dir=f"{folder}/run", world=world)
+        trained.fit()
+    resumed = cls(replace(config, checkpoint=CheckpointConfig(every=None)), run_dir=f"{folder}/6", world=world)
+    resumed.fit(resume=f"{folder}/run/checkpoints/step-00000006")
+    for name in ("model", "teacher"):
+        pairs = zip(trained.models[name].parameters(), resumed.models[name].parameters(), strict=True)
+        assert all(torch.equal(to_full_tensor(one), to_full_tensor(other)) for one, other in pairs)
+
+
+@pytest.mark.parametrize("cls", [Teaches, Reassigns])
+def test_a_teacher_that_follows_in_the_step_is_saved_as_it_was(tmp_path: Path, cls: type[Teaches]) -> None:
+    _teaches(ALONE, str(tmp_path), "none", cls)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_teacher_on_ranks_is_saved_as_it_was(tmp_path: Path, strategy: str) -> None:
+    run_on_ranks(_teaches, 2, str(tmp_path), strategy)

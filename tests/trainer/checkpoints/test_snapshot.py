@@ -241,7 +241,7 @@ def _save_sharded(world: World, root: str) -> Checkpoint:
     extra = {"main": [torch.ones(2)]} if world.is_main else {"main": []}
     parts = {"part": KeptState({**extra, **_sharded((2, 2)), "plain": torch.arange(5), "other": torch.ones(3)})}
     return CheckpointStore(root, world=world).save(
-        parts, rank_parts={}, step=1, epoch=0, metrics={}, meta={}, changes_only_on_step=lambda each: each.shape == (5,)
+        parts, rank_parts={}, step=1, epoch=0, metrics={}, meta={}, is_replicated=lambda each: each.shape == (5,)
     )
 
 

@@ -241,19 +241,48 @@ def add_shard_advice(error: BaseException) -> None:
         )
 
 
-class RefuseDataAssignment(TorchFunctionMode):
-    """Refuses `parameter.data = value` for sharded parameters, which torch ignores without an error.
+class RefuseLostChanges(TorchFunctionMode):
+    """Refuses changes of sharded parameters that are lost without an error.
 
-    Costs microseconds per operator, so that it is for the first updates only.
+    Torch ignores `parameter.data = value`, and frees gathered weights with what a forward pass has changed in them.
+    Costs microseconds per operator, and more for one that changes a tensor, so that it is for the first updates only.
+
+    Args:
+        models: with their shards.
 
     Raises:
-        StepError: code in this context assigns `data` of a sharded parameter.
+        StepError: code in this context assigns `data` of a sharded parameter, or changes a gathered one.
     """
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self._sharded = [
+            (module, f"{path}.{key}".lstrip("."))
+            for model in models
+            for path, module in model.named_modules()
+            for key, parameter in module._parameters.items()
+            if isinstance(parameter, DTensor)
+        ]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _SET_DATA and isinstance(args[0], DTensor):
             raise StepError(_DATA_ASSIGNED)
+        name = getattr(func, "__name__", "")
+        changes = func == _SET_DATA or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        if changes and args and type(args[0]) in (torch.Tensor, nn.Parameter):
+            self._check(args[0])
         return func(*args, **(kwargs or {}))
+
+    def _check(self, changed: torch.Tensor) -> None:
+        address = changed.untyped_storage().data_ptr()
+        for module, path in self._sharded if address else ():
+            parameter = module._parameters.get(path.rpartition(".")[2])
+            if type(parameter) is nn.Parameter and parameter.untyped_storage().data_ptr() == address:
+                raise StepError(
+                    f"{path} is changed while FSDP2 has gathered it for a forward pass, after which the change is "
+                    "lost: change it in on_step_end. To initialize it from data, call the model once with a batch in "
+                    "configure_models(). Or use parallel.strategy='ddp'"
+                )
 
 
 class AssignedData:

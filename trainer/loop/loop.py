@@ -17,7 +17,7 @@ from ..config import LossSpikeConfig
 from ..data.protocols import BatchStream, GlobalBatch, HasDroppedTail, HasRankState, LoadedBatch, is_exhausted
 from ..data.repeats import RankRepeats
 from ..data.tree import batch_size
-from ..distributed.fsdp import AssignedData, RefuseDataAssignment
+from ..distributed.fsdp import AssignedData, RefuseLostChanges
 from ..distributed.parallelize import check_no_partial_gradients
 from ..errors import ConfigError, DataError, LossSpikeError, NonFiniteError, StepError
 from ..exact.numerics import Numerics
@@ -122,8 +122,8 @@ class Loop:
         self._uneven_samples = 0
         self._has_warned = False
         # Not under compile, whose code would be compiled again afterwards.
-        is_sharded = ctx.mesh.shard_mesh is not None and not config.parallel.compile
-        self._first_checks: AbstractContextManager[object] = RefuseDataAssignment() if is_sharded else nullcontext()
+        self._checks_changes = ctx.mesh.shard_mesh is not None and not config.parallel.compile
+        self._first_checks: AbstractContextManager[object] = nullcontext()
         self._assigned_data = AssignedData({})
         if config.loss_spike is not None and ctx.run_dir is None:
             raise ConfigError("loss_spike needs checkpoints to roll back to: give the trainer a run_dir")
@@ -171,6 +171,8 @@ class Loop:
         """Prepare for the first update, and return whether anything is left to train."""
         self._state.begin_without_restore()
         self._assigned_data = AssignedData(self._ctx.models)
+        if self._checks_changes:
+            self._first_checks = RefuseLostChanges(self._ctx.models.values())
         has_work = reached_limit(self._config, self._progress) is None or self._progress.is_closing
         if has_work:
             self._state.check_storage()

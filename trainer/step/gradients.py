@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from ..checkpoints.model_state import unwrapped_state_dict
 from ..distributed.dtensor import to_full_tensor
+from ..distributed.world import World
 from ..errors import ConfigError, StepError
 from ..private_torch import foreach_mul_, foreach_norm
 
@@ -64,6 +65,29 @@ def check_unused_alike(names_by_rank: Sequence[Sequence[str]]) -> None:
         raise StepError(
             f"{_list(differing)} got no gradient on some ranks in the first update, and a sharded model needs those of "
             "the same parameters on all: set parallel.find_unused_parameters=True"
+        )
+
+
+def check_equal_on_ranks(models: Mapping[str, nn.Module], replicated: set[nn.Parameter], world: World) -> None:
+    """Check that replicated parameters are equal on all ranks. Every rank must call this; waits for the device.
+
+    Only their norms are compared, with room for devices that round differently.
+
+    Raises:
+        StepError: they differ.
+    """
+    named = [(name, parameter) for name, parameter in named_parameters(models) if parameter in replicated]
+    if world.size == 1 or not named:
+        return
+    norms = torch.stack([norm.float() for norm in foreach_norm([parameter.detach() for _, parameter in named])])
+    of_ranks = world.all_gather(norms).view(world.size, -1)
+    largest = of_ranks.amax(0)
+    differ = (largest - of_ranks.amin(0) > 1e-4 * largest).tolist()
+    if names := [name for (name, _), differs in zip(named, differ, strict=True) if differs]:
+        raise StepError(
+            f"{_list(names)} differ between the ranks after the first forward pass, which has changed them: to "
+            "initialize them from data, call the model once with a batch in configure_models(); or call "
+            "torch.distributed.broadcast(parameter.data, src=0) after the change, on every rank"
         )
 
 

@@ -32,6 +32,7 @@ from ..loop.steps import LossWeight, Steps
 from ..metrics.means import MeanMetrics
 from ..private_torch import can_skip, version_of
 from .gradients import (
+    check_equal_on_ranks,
     check_unused_alike,
     clip_norm,
     clip_value,
@@ -644,6 +645,7 @@ class OptimizerStep:
             p for o in first for group in o.param_groups for p in group["params"] if p.requires_grad and p.grad is None
         }
         report_unused(self._models, forgotten, is_main=self._world.is_main)
+        check_equal_on_ranks(self._models, {p for each in self._replicated for p in each.reduced}, self._loss_world)
         if self._sharded and not self._config.parallel.find_unused_parameters:
             names = unused_names(self._sharded, forgotten)
             check_unused_alike(self._loss_world.all_gather_object(names))

@@ -183,3 +183,58 @@ def test_an_embedding_that_each_rank_would_shrink_otherwise_is_refused(strategy:
     check_modules({"model": model}, config, _of(1))
     with pytest.raises(ConfigError, match=r"model\.0 is an Embedding with max_norm.*shrink all rows in on_step_end"):
         check_modules({"model": model}, config, _of(2))
+
+
+class ActNorm(nn.Module):
+    """Takes its scale from the first batch, as in Glow."""
+
+    def __init__(self, agrees: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+        self.register_buffer("initialized", torch.tensor(0))
+        self.last, self.agrees = nn.Linear(6, 3), agrees
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.initialized.item() == 0:
+            self.scale.data.copy_(1 / (x.std(0) + 1e-6))
+            if self.agrees:
+                torch.distributed.broadcast(self.scale.data, src=0)
+            self.initialized.fill_(1)
+        return self.last(x * self.scale)
+
+
+class LearnsFromData(TinyTrainer):
+    agrees = called_before = False
+
+    def configure_models(self) -> None:
+        self.model = ActNorm(self.agrees)
+        if self.called_before:
+            self.model(torch.linspace(0, 1, 48).view(8, 6))
+
+
+class Agrees(LearnsFromData):
+    agrees = True
+
+
+class CallsBefore(LearnsFromData):
+    called_before = True
+
+
+def _train_from_data(world: World) -> None:
+    ddp, fsdp = (replace(_config(strategy=name), max_steps=3) for name in ("ddp", "fsdp"))
+    with pytest.raises(StepError, match=r"model\.scale differ between the ranks after the first forward pass"):
+        LearnsFromData(ddp, world=world).fit()
+    with pytest.raises(StepError, match=r"scale is changed while FSDP2 has gathered it .*in configure_models\(\)"):
+        LearnsFromData(fsdp, world=world).fit()
+    found = []
+    for trainer in (Agrees(ddp, world=world), CallsBefore(ddp, world=world), CallsBefore(fsdp, world=world)):
+        trainer.fit()
+        found.append(weights(trainer))
+    for one, other in zip(found[1].values(), found[2].values(), strict=True):
+        torch.testing.assert_close(one, other)
+    assert found[1]["model.initialized"] == 1
+    assert all(torch.equal(each, world.broadcast_tensor(each.clone())) for each in found[0].values())
+
+
+def test_a_weight_that_a_forward_pass_takes_from_its_batch_is_refused_or_equal_on_all_ranks() -> None:
+    run_on_ranks(_train_from_data, 2)

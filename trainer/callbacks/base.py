@@ -236,6 +236,14 @@ class CallbackList:
         """Return the tensors of all callbacks that change only when an optimizer steps."""
         return [tensor for each in self._callbacks for tensor in each.tensors_changed_by_step()]
 
+    def may_keep_gradients(self) -> bool:
+        """Return whether a hook of the user's gets the gradients, and may keep or replace them."""
+        own = getattr(self._trainer, "on_gradients_ready", _do_nothing)
+        others = [each for each in self._callbacks if not type(each).__module__.startswith(__package__)]
+        return getattr(own, "__func__", own) is not _do_nothing or any(
+            _overrides(each, "on_gradients_ready") for each in others
+        )
+
     def evaluation_context(self) -> AbstractContextManager[object]:
         """Return the nested contexts of all callbacks; errors on entry or exit get a note that names the callback."""
         return _nested(self._contexts.values(), self._trainer) if self._contexts else nullcontext()

@@ -76,13 +76,15 @@ def prepare_weights(models: Mapping[str, nn.Module], precision: Precision) -> No
         cast_weights(model, precision)
 
 
-def replicate(model: nn.Module, config: ParallelConfig, world: World) -> nn.Module:
+def replicate(model: nn.Module, config: ParallelConfig, world: World, *, gradients_are_kept: bool = False) -> nn.Module:
     """Wrap an initialised model in DDP if the strategy asks for it; return other models unchanged.
 
     Args:
         model: with weights.
         config: its strategy.
         world: the ranks whose gradients are averaged.
+        gradients_are_kept: whether other code may keep gradients from one update to the next, or assign their `data`:
+            then they are tensors of their own, for one more copy, and not views of the buffers that DDP reduces.
     """
     trains = any(parameter.requires_grad for parameter in model.parameters())
     if world.size == 1 or config.strategy != "ddp" or not trains or is_sharded(model):
@@ -95,7 +97,7 @@ def replicate(model: nn.Module, config: ParallelConfig, world: World) -> nn.Modu
         model,
         process_group=world.group,
         device_ids=[world.device] if world.device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
+        gradient_as_bucket_view=not gradients_are_kept,
         find_unused_parameters=config.find_unused_parameters,
     )
     if world.size > 2:  # the sum of two is the same in any order
@@ -105,7 +107,9 @@ def replicate(model: nn.Module, config: ParallelConfig, world: World) -> nn.Modu
 
 def rewrap_ddp(model: nn.Module, config: ParallelConfig, world: World) -> nn.Module:
     """Wrap a DDP model again, for a new process group; return other models unchanged."""
-    return replicate(model.module, config, world) if isinstance(model, DistributedDataParallel) else model
+    if not isinstance(model, DistributedDataParallel):
+        return model
+    return replicate(model.module, config, world, gradients_are_kept=not model.gradient_as_bucket_view)
 
 
 def check_unsharded(model: nn.Module) -> None:

@@ -80,9 +80,11 @@ class Numerics:
         """Return an empty accumulator of metrics."""
         return MeanMetrics()
 
-    def replicate(self, model: nn.Module, config: TrainerConfig, world: World) -> nn.Module:
-        """Return the model with gradient synchronisation, wrapped if the strategy requires it."""
-        return parallelize.replicate(model, config.parallel, world)
+    def replicate(
+        self, model: nn.Module, config: TrainerConfig, world: World, *, gradients_are_kept: bool
+    ) -> nn.Module:
+        """Return the model with gradient synchronisation, wrapped as in `parallelize.replicate`."""
+        return parallelize.replicate(model, config.parallel, world, gradients_are_kept=gradients_are_kept)
 
     def seed_rank(self, world: World) -> int:
         """Return the number that distinguishes this rank's random numbers from those of other ranks."""
@@ -146,7 +148,9 @@ class _ExactNumerics(Numerics):
     def make_means(self) -> MeanMetrics:
         return ExactMeans()
 
-    def replicate(self, model: nn.Module, config: TrainerConfig, world: World) -> nn.Module:
+    def replicate(
+        self, model: nn.Module, config: TrainerConfig, world: World, *, gradients_are_kept: bool
+    ) -> nn.Module:
         # The step itself sums gradients, in the same order on any number of ranks.
         parallelize.broadcast_weights(model, world)
         return model

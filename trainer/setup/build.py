@@ -332,7 +332,10 @@ def parallelize_models(program: Program, ctx: RunContext, numerics: Numerics, *,
         check_weights(world, ctx.models)
         for name, model in ctx.models.items():
             gather_in_methods(model, lambda: _is_in_step(ctx.activity))
-            _set_model(program, ctx, name, numerics.replicate(model, config, ctx.mesh.loss))
+            replicated = numerics.replicate(
+                model, config, ctx.mesh.loss, gradients_are_kept=ctx.callbacks.may_keep_gradients()
+            )
+            _set_model(program, ctx, name, replicated)
 
 
 def _is_in_step(activity: Activity) -> bool:

@@ -10,6 +10,7 @@ from torch import nn
 from headway.trainer import ParallelConfig, World
 from headway.trainer.distributed.parallelize import replicate
 from tests.distributed import run_on_ranks
+from tests.tiny import TinyConfig, TinyTrainer, weights
 
 
 class _Mixed(nn.Module):
@@ -76,3 +77,35 @@ def _hooked(world: World) -> int:
 
 def test_a_hook_of_a_users_is_called_for_real_gradients_only() -> None:
     assert run_on_ranks(_hooked, 3) == [1, 1, 1]
+
+
+class _AddsThoseBefore(TinyTrainer):
+    """Adds the gradients of all earlier updates to each, as Grokfast does with their mean."""
+
+    def __init__(self, *args: Any, copies: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.copies, self.kept = copies, list[list[torch.Tensor]]()
+
+    def on_gradients_ready(self) -> None:
+        self.kept.append([each.grad.detach() for each in self.model.parameters()])
+        if self.copies:
+            self.kept[-1] = [each.clone() for each in self.kept[-1]]
+        for parameter, *gradients in zip(self.model.parameters(), *self.kept, strict=True):
+            if self.copies:
+                parameter.grad = sum(gradients)
+            else:
+                parameter.grad.data = sum(gradients)
+
+
+def _kept(world: World) -> None:
+    config = TinyConfig(max_steps=4, evaluate_every=None, parallel=ParallelConfig(strategy="ddp"))
+    found = []
+    for copies in (True, False):
+        trainer = _AddsThoseBefore(config, world=world, copies=copies)
+        trainer.fit()
+        found.append(weights(trainer))
+    assert all(map(torch.equal, found[0].values(), found[1].values()))
+
+
+def test_a_hook_may_keep_and_replace_gradients() -> None:
+    run_on_ranks(_kept, 2)

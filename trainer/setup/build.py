@@ -357,6 +357,26 @@ def rejoin_process_group(program: Program, ctx: RunContext) -> None:
         _set_model(program, ctx, name, parallelize.rewrap_ddp(model, ctx.config.parallel, ctx.world))
 
 
+def _check_inner_optimizers(name: str, optimizer: Optimizer) -> None:
+    """Check that the state of an optimizer inside another, as in SAM and Lookahead, is in the state dict of that one.
+
+    Raises:
+        ConfigError: it is not, so that a resumed run would begin without it.
+    """
+    if type(optimizer).state_dict is not Optimizer.state_dict:
+        return
+    for key, inner in vars(optimizer).items():
+        if not isinstance(inner, Optimizer) or inner.state is optimizer.state:
+            continue
+        if type(inner) is torch.optim.SGD and not any(group["momentum"] for group in inner.param_groups):
+            continue  # has no state
+        raise ConfigError(
+            f"self.{name} is a {type(optimizer).__name__} around another optimizer, {key}, whose state its "
+            "state_dict() leaves out, so that a resumed run would begin without it: override state_dict() and "
+            f"load_state_dict() of {type(optimizer).__name__} to add that of self.{key}"
+        )
+
+
 def make_optimizers(program: Program, ctx: RunContext, *, evaluates: bool, total_steps: int | None) -> None:
     """Create optimizers and schedulers over the models' parameters.
 
@@ -367,8 +387,8 @@ def make_optimizers(program: Program, ctx: RunContext, *, evaluates: bool, total
         total_steps: updates of the whole run, if known.
 
     Raises:
-        ConfigError: there is no optimizer, one has a parameter of no model or needs a closure, or scheduler settings
-            are invalid.
+        ConfigError: there is no optimizer, one has a parameter of no model, needs a closure or has an inner one that
+            no checkpoint would contain, or scheduler settings are invalid.
     """
     returned = program.configure_optimizers()
     collect(program, returned, "configure_optimizers", {"optimizer": Optimizer, "scheduler": LRScheduler})
@@ -381,6 +401,8 @@ def make_optimizers(program: Program, ctx: RunContext, *, evaluates: bool, total
                 f"self.{name} is a {type(optimizer).__name__}, whose step() needs a closure that computes the loss "
                 "again, but Headway computes the loss of an update once: use an optimizer that needs no closure"
             )
+        if ctx.run_dir is not None:
+            _check_inner_optimizers(name, optimizer)
         # Raises now rather than at the first save: parameters of no model are neither averaged nor saved.
         OptimizerState(ctx.models, name, optimizer)
     ctx.lr_stepping.use(

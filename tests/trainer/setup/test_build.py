@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from headway.trainer import ConfigError, World
-from tests.tiny import Deep, Losses, TinyConfig, TinyTrainer
+from tests.tiny import Deep, Losses, StopAt, TinyConfig, TinyTrainer, weights
 
 ALONE = World.single("cpu")
 
@@ -156,3 +157,43 @@ def test_a_model_under_a_private_name_is_refused_with_the_name_to_give_it() -> N
 
     with pytest.raises(ConfigError, match=r"self\._teacher of Hidden .* private attribute.* rename it self\.teacher"):
         Hidden(TinyConfig(max_steps=1), world=ALONE).fit()
+
+
+class _Around(torch.optim.Optimizer):
+    """Steps another optimizer with a momentum of its own, as SAM does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+
+
+class _AroundSaved(_Around):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "base": self.base.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "base"})
+        self.base.load_state_dict(state_dict["base"])
+        self.param_groups = self.base.param_groups
+
+
+@pytest.mark.parametrize("kind", [_Around, _AroundSaved])
+def test_the_state_of_an_optimizer_inside_another_is_saved_or_missed(tmp_path: Path, kind: Any) -> None:
+    class Nested(TinyTrainer):
+        def configure_optimizers(self) -> None:
+            self.optimizer = kind(self.model.parameters())
+
+    config = TinyConfig(max_steps=4, evaluate_every=None)
+    whole = Nested(config, world=ALONE)
+    whole.fit()
+    if kind is _Around:
+        with pytest.raises(ConfigError, match=r"_Around around another optimizer, base, .*override state_dict\(\)"):
+            Nested(config, world=ALONE, run_dir=tmp_path).fit()
+        return
+    Nested(config, world=ALONE, run_dir=tmp_path, callbacks=[StopAt(2)]).fit()
+    resumed = Nested(config, world=ALONE, run_dir=tmp_path)
+    assert resumed.fit().resumed_from is not None
+    assert all(map(torch.equal, weights(whole).values(), weights(resumed).values()))

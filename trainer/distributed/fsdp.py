@@ -27,6 +27,7 @@ from ..errors import ConfigError, StepError
 from .world import World
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_FRAMES_OF_A_CALL = 10  # from a hook of a module to what has called the module
 _DATA_ASSIGNED = (
     "parameter.data = value has no effect on a sharded parameter: change it in place, such as by "
     "parameter.data.copy_(value), or use parallel.strategy='ddp'"
@@ -210,6 +211,25 @@ def gather_in_methods(model: nn.Module, is_in_step: Callable[[], bool]) -> None:
             plain = getattr(module, name)
             register_fsdp_forward_method(module, name)
             setattr(module, name, _gathering(plain, vars(module)[name], is_in_step, calls))
+    for root in callable_roots(model):
+        if isinstance(root, FSDPModule):
+            root.register_forward_pre_hook(_refuse_functional_call, prepend=True)
+
+
+def _refuse_functional_call(*_: Any) -> None:
+    """Raise if `torch.func.functional_call` calls a sharded model: torch ends without a message, or loses gradients."""
+    if torch.compiler.is_compiling():
+        return
+    frame = inspect.currentframe()
+    for _above in range(_FRAMES_OF_A_CALL):
+        if frame is None:
+            return
+        if frame.f_code.co_name == "functional_call" and frame.f_globals.get("__name__", "").startswith("torch."):
+            raise StepError(
+                "torch.func.functional_call calls a sharded model, whose weights FSDP2 replaces by gathered ones: use "
+                "parallel.strategy='ddp'"
+            )
+        frame = frame.f_back
 
 
 def sync_buffers(model: nn.Module, world: World) -> None:

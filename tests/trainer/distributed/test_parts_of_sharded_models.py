@@ -238,3 +238,29 @@ def _train_from_data(world: World) -> None:
 
 def test_a_weight_that_a_forward_pass_takes_from_its_batch_is_refused_or_equal_on_all_ranks() -> None:
     run_on_ranks(_train_from_data, 2)
+
+
+class CallsByOtherWeights(TinyTrainer):
+    """One inner update of MAML."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weights = dict(self.model.named_parameters())
+        first = F.cross_entropy(torch.func.functional_call(self.model, weights, (batch["x"],)), batch["y"])
+        gradients = torch.autograd.grad(first, list(weights.values()), create_graph=True)
+        changed = {
+            name: each - 0.1 * gradient for (name, each), gradient in zip(weights.items(), gradients, strict=True)
+        }
+        return F.cross_entropy(torch.func.functional_call(self.model, changed, (batch["x"],)), batch["y"])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"output": self.model(batch["x"]).mean()}
+
+
+def _call_by_other_weights(world: World) -> None:
+    with pytest.raises(StepError, match="functional_call calls a sharded model"):
+        CallsByOtherWeights(_config(strategy="fsdp"), world=world).fit()
+    CallsByOtherWeights(_config(strategy="ddp"), world=world).fit()
+
+
+def test_a_functional_call_of_a_sharded_model_is_refused() -> None:
+    run_on_ranks(_call_by_other_weights, 2)

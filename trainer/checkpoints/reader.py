@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import math
 import os
 import shutil
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +29,8 @@ from .format.tensor_files import DTYPES, TensorReader, open_tensors
 from .load_target import target_allocator
 from .snapshot import STATE, Shard, rank_json, rank_of, tensor_file
 from .storage import Storage
+
+_PREFIX, _ABANDONED_AFTER_S = "headway-load-", 60.0
 
 
 class CheckpointReader:
@@ -243,8 +248,9 @@ class FetchedFiles:
     def begin(self, digest: str) -> None:
         """Delete the copies of another checkpoint, and make a folder for those of the one with this digest."""
         self.__exit__()
-        self._folder = Path(tempfile.mkdtemp(prefix="headway-load-"))
-        self._delete = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        _delete_abandoned()
+        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self._delete = weakref.finalize(self, _unlock_and_delete, self._folder, _lock(self._folder))
         self._of = digest
 
     def share(self, world: World) -> None:
@@ -280,6 +286,35 @@ class FetchedFiles:
     def __exit__(self, *_: object) -> None:
         self._delete()
         self._folder = self._of = None
+
+
+def _lock(folder: Path) -> int | None:
+    """Lock a folder until its file descriptor, which this returns, is closed or the process ends; None if another has.
+
+    None also where the file system has no locks.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _unlock_and_delete(folder: Path, descriptor: int | None) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def _delete_abandoned() -> None:
+    """Delete the folders of processes that were killed before they could: nobody holds their lock."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            # A newer one may not have its lock yet.
+            if time.time() - folder.stat().st_mtime > _ABANDONED_AFTER_S and (lock := _lock(folder)) is not None:
+                _unlock_and_delete(folder, lock)
 
 
 def _load_part(part: str, take: Callable[[Any], object], state: Any) -> None:

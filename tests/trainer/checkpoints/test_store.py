@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from headway.trainer.checkpoints import scan, storage as storage_module
 from headway.trainer.checkpoints.format.digests import tensor_digests
+from headway.trainer.checkpoints.reader import FetchedFiles
 from headway.trainer.checkpoints.retention import mark_kept, unmark_kept
 from headway.trainer.checkpoints.rng import RngState, seed_everything
 from headway.trainer.checkpoints.storage import open_storage
@@ -1181,3 +1182,32 @@ def test_all_ranks_choose_the_same_good_checkpoint(tmp_path: Path, is_loaded_nex
 
 if __name__ == "__main__":
     print(json.dumps(_fill_the_disk(sys.argv[1])))
+
+
+def test_the_folders_of_killed_processes_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = (
+        "from headway.trainer.checkpoints.reader import FetchedFiles\n"
+        "import time; files = FetchedFiles(); files.begin('x'); print(files.folder, flush=True); time.sleep(600)"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True,
+                         env={**os.environ, "TMPDIR": str(tmp_path)})
+        for _ in range(2)
+    ]  # fmt: skip
+    try:
+        folders = [Path(process.stdout.readline().strip()) for process in processes if process.stdout]
+        for folder in folders:
+            os.utime(folder, (0, 0))
+        processes[0].kill()
+        processes[0].wait()
+        files = FetchedFiles()
+        files.begin("y")
+        assert {*tmp_path.iterdir()} == {folders[1], files.folder}
+        with files:
+            pass
+        assert [*tmp_path.iterdir()] == [folders[1]]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()

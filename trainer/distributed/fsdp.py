@@ -26,6 +26,7 @@ from ..config import ParallelConfig, Precision
 from ..errors import ConfigError, StepError
 from .world import World
 
+_CHANGE_NO_VALUES = ("requires_grad_", "share_memory_")
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _FRAMES_OF_A_CALL = 10  # from a hook of a module to what has called the module
 _DATA_ASSIGNED = (
@@ -288,8 +289,8 @@ class RefuseLostChanges(TorchFunctionMode):
         if func == _SET_DATA and isinstance(args[0], DTensor):
             raise StepError(_DATA_ASSIGNED)
         name = getattr(func, "__name__", "")
-        changes = func == _SET_DATA or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        if changes and args and type(args[0]) in (torch.Tensor, nn.Parameter):
+        in_place = name.endswith("_") and not name.endswith("__") and name not in _CHANGE_NO_VALUES
+        if (func == _SET_DATA or name == "__setitem__" or in_place) and args and type(args[0]) in (torch.Tensor, nn.Parameter):
             self._check(args[0])
         return func(*args, **(kwargs or {}))
 

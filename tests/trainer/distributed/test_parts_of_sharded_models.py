@@ -240,6 +240,24 @@ def test_a_weight_that_a_forward_pass_takes_from_its_batch_is_refused_or_equal_o
     run_on_ranks(_train_from_data, 2)
 
 
+class Freezes(TinyTrainer):
+    """Says again for gathered weights that they train, as a GAN does for its discriminator."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = super().training_step(batch, batch_idx)
+        for parameter in self.model.parameters():
+            parameter.requires_grad_(True)
+        return outputs
+
+
+def _train_frozen(world: World) -> None:
+    assert Freezes(replace(_config(strategy="fsdp"), max_steps=3), world=world).fit().steps == 3
+
+
+def test_a_gathered_weight_may_be_asked_for_gradients() -> None:
+    run_on_ranks(_train_frozen, 2)
+
+
 class CallsByOtherWeights(TinyTrainer):
     """One inner update of MAML."""
 

@@ -324,6 +324,7 @@ class _Functions:
     overrides_prepare_batch = False
     overrides_init_weights = True
     overrides_loss_scaler = False
+    may_keep_gradients = True
     loss_scaler: ScalesLoss | None
     scheduler_interval: Interval | Mapping[str, Interval]
     scheduler_monitor: str | Mapping[str, str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -88,6 +89,7 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
         config: as given.
         overrides_init_weights, overrides_loss_scaler, overrides_loss_weight, overrides_num_tokens,
             overrides_prepare_batch: whether the subclass overrides the method.
+        may_keep_gradients: whether `training_step` calls `backward` itself, after which it has the gradients.
 
     Raises:
         ConfigError: the config is not a `TrainerConfig`.
@@ -148,6 +150,8 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
         self.overrides_num_tokens: bool = type(self).num_tokens is not Trainer.num_tokens
         self.overrides_init_weights: bool = type(self).init_weights is not Trainer.init_weights
         self.overrides_prepare_batch: bool = type(self).prepare_batch is not Trainer.prepare_batch
+        code = getattr(inspect.unwrap(type(self).training_step), "__code__", None)
+        self.may_keep_gradients: bool = code is None or "backward" in code.co_names
         self._engine = Engine(
             self,
             config,

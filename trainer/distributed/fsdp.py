@@ -290,7 +290,8 @@ class RefuseLostChanges(TorchFunctionMode):
             raise StepError(_DATA_ASSIGNED)
         name = getattr(func, "__name__", "")
         in_place = name.endswith("_") and not name.endswith("__") and name not in _CHANGE_NO_VALUES
-        if (func == _SET_DATA or name == "__setitem__" or in_place) and args and type(args[0]) in (torch.Tensor, nn.Parameter):
+        changes = func == _SET_DATA or name == "__setitem__" or in_place
+        if changes and args and type(args[0]) in (torch.Tensor, nn.Parameter):
             self._check(args[0])
         return func(*args, **(kwargs or {}))
 

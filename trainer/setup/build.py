@@ -58,6 +58,7 @@ class Program(Steps, Protocol):
 
     overrides_init_weights: bool
     overrides_loss_scaler: bool
+    may_keep_gradients: bool
     scheduler_interval: Interval | Mapping[str, Interval]
     scheduler_monitor: str | Mapping[str, str]
 
@@ -330,11 +331,10 @@ def parallelize_models(program: Program, ctx: RunContext, numerics: Numerics, *,
             weight_init.initialize_weights(born_on_meta, program.init_weights)
     with times.phase("parallelise"):
         check_weights(world, ctx.models)
+        are_kept = program.may_keep_gradients or ctx.callbacks.may_keep_gradients()
         for name, model in ctx.models.items():
             gather_in_methods(model, lambda: _is_in_step(ctx.activity))
-            replicated = numerics.replicate(
-                model, config, ctx.mesh.loss, gradients_are_kept=ctx.callbacks.may_keep_gradients()
-            )
+            replicated = numerics.replicate(model, config, ctx.mesh.loss, gradients_are_kept=are_kept)
             _set_model(program, ctx, name, replicated)
 
 

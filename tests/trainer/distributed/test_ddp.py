@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
-from headway.trainer import ParallelConfig, World
+from headway.trainer import ParallelConfig, Session, World
 from headway.trainer.distributed.parallelize import replicate
 from tests.distributed import run_on_ranks
-from tests.tiny import TinyConfig, TinyTrainer, weights
+from tests.tiny import Rows, TinyConfig, TinyTrainer, weights
 
 
 class _Mixed(nn.Module):
@@ -97,15 +99,57 @@ class _AddsThoseBefore(TinyTrainer):
                 parameter.grad.data = sum(gradients)
 
 
-def _kept(world: World) -> None:
+class _StepsItself(_AddsThoseBefore):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        if not self.training:
+            return result
+        self.backward(result["loss"])
+        super().on_gradients_ready()
+        self.step(self.optimizer)
+        return {"loss": result["loss"].detach()}
+
+    on_gradients_ready = TinyTrainer.on_gradients_ready
+
+
+def _kept_in_steps(world: World) -> None:
+    _kept(world, _StepsItself)
+
+
+def _kept_in_a_session(world: World) -> None:
+    found = []
+    for copies in (True, False):
+        torch.manual_seed(0)
+        session = Session(
+            TinyConfig(max_steps=4, evaluate_every=None, parallel=ParallelConfig(strategy="ddp")),
+            model=nn.Linear(6, 3),
+            optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+            data=DataLoader(Rows(48), batch_size=4),
+            world=world,
+        )
+        before: list[torch.Tensor] = []
+        with session as run:
+            for batch in run:
+                for micro_batch in run.accumulate(batch):
+                    run.backward(nn.functional.cross_entropy(run.model(micro_batch["x"]), micro_batch["y"]))
+                weight = run.model.weight
+                before.append(weight.grad.clone() if copies else weight.grad)
+                weight.grad = sum(before)
+                run.step()
+        found.append(run.model.weight.detach().clone())
+    assert torch.equal(*found)
+
+
+def _kept(world: World, kind: Any = _AddsThoseBefore) -> None:
     config = TinyConfig(max_steps=4, evaluate_every=None, parallel=ParallelConfig(strategy="ddp"))
     found = []
     for copies in (True, False):
-        trainer = _AddsThoseBefore(config, world=world, copies=copies)
+        trainer = kind(config, world=world, copies=copies)
         trainer.fit()
         found.append(weights(trainer))
     assert all(map(torch.equal, found[0].values(), found[1].values()))
 
 
-def test_a_hook_may_keep_and_replace_gradients() -> None:
-    run_on_ranks(_kept, 2)
+@pytest.mark.parametrize("train", [_kept, _kept_in_steps, _kept_in_a_session])
+def test_gradients_may_be_kept_and_replaced(train: Any) -> None:
+    run_on_ranks(train, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, get_args
 
@@ -23,7 +23,10 @@ from .plan import Tail
 COLUMN = "source"
 
 Phases = tuple[tuple[int, tuple[float, ...]], ...]
-"""(first row of each logical shard, weight of each source from there on), in order."""
+"""(first row of each logical shard, weight of each source from there on), in order.
+
+Rows count through the epochs, each of which takes `MixedSource.span`, even if it ends before.
+"""
 
 # The first word of the seed of an interleave; `plan` has the others.
 _INTERLEAVE = 3
@@ -45,7 +48,8 @@ class Mixture:
             Names that are left out keep their weight. A run that resumes with other weights uses them from there on, if
             it accepts the change.
         on_end: what follows the last row of a source. "repeat" reads it again, in another order. "stop" ends the epoch
-            at the first source that ends. "drop" continues without it, so that an epoch has every row once.
+            at the first source that ends. "drop" continues without it, so that an epoch has every row once. With both,
+            every epoch begins all sources again, and other weights change where sources end.
         rows_per_epoch: rows of an epoch, with "repeat"; None for the rows of all sources together. Every epoch
             continues in each source where the previous one ended.
 
@@ -71,10 +75,10 @@ class Mixture:
             raise DataError("sources is empty: a Mixture needs at least one source")
         if self.on_end not in get_args(OnEnd):
             raise DataError(f"on_end must be 'repeat', 'stop' or 'drop', got {self.on_end!r}")
-        if self.on_end != "repeat" and (self.weights_by_step or self.rows_per_epoch is not None):
+        if self.on_end != "repeat" and self.rows_per_epoch is not None:
             raise DataError(
-                f"weights_by_step and rows_per_epoch need on_end='repeat', because with {self.on_end!r} the sources "
-                "decide where an epoch ends"
+                f"rows_per_epoch needs on_end='repeat', because with {self.on_end!r} the sources decide where an epoch "
+                "ends"
             )
         if self.rows_per_epoch is not None and self.rows_per_epoch < 1:
             raise DataError(f"rows_per_epoch must be an integer >= 1, or None, got {self.rows_per_epoch}")
@@ -151,10 +155,11 @@ class MixedSource:
     Attributes:
         mixture: the weights.
         sources: by name.
-        layout: how they are interleaved; None in an evaluation.
+        layout: how they are interleaved; None in an evaluation. Where sources end, the one with the first weights.
         declared: the weights that the mixture alone gives; empty in an evaluation.
         phases: those in force, which differ from it if the run has changed its weights.
         changes: a line for each of these changes.
+        layouts: where sources end, those of epochs, by the weights of the epoch.
     """
 
     mixture: Mixture
@@ -163,6 +168,7 @@ class MixedSource:
     declared: Phases = ()
     phases: Phases = ()
     changes: tuple[str, ...] = ()
+    layouts: dict[Phases, Layout] = field(default_factory=dict, repr=False)
 
     @property
     def rows(self) -> int:
@@ -197,13 +203,14 @@ class MixedSource:
         return digest.hexdigest()[:16]
 
     def _describe_order(self, phases: Phases) -> str:
-        """Return the weights, how sources end, and the rows of an epoch, without spaces: they are parsed by words."""
+        """Return the weights, how sources end, and the most rows of an epoch, without spaces: words are parsed."""
         assert self.layout is not None
         told = ";".join(
             f"{row * self.layout.shards}:" + ",".join(f"{each:.9g}" for each in _shares(weights))
             for row, weights in phases
         )
-        return f"({told};{self.mixture.on_end};{self.layout.rows})"
+        rows = self.layout.rows if self.mixture.on_end == "repeat" else self.rows
+        return f"({told};{self.mixture.on_end};{rows})"
 
     def fragment(self, index: int) -> MixedFragment:
         """Return a fragment."""
@@ -228,19 +235,18 @@ class MixedSource:
                     f"source {name!r} has {each.rows} rows, fewer than the {shards} logical shards, and each takes "
                     f"rows of every source. Set shards to a divisor of global_batch_size that is at most {each.rows}"
                 )
-        rows = self.mixture.rows_per_epoch or self.rows
-        rows = -(-rows // shards) * shards
-        place = _Place(0, 0, 0, rows, shards, global_batch_size, tail)
-        phases = tuple((place.row_of_step(step), values) for step, values in self.mixture.weights().items())
+        first = ((0, self.mixture.weights()[0]),)
         layout = lay_out(
             [each.fragment_rows for each in self.sources.values()],
-            phases,
+            first,
             shards=shards,
             rotation=int(np.random.SeedSequence([_INTERLEAVE, seed]).generate_state(1, np.uint64)[0]),
-            rows_per_epoch=rows,
+            rows_per_epoch=-(-(self.mixture.rows_per_epoch or self.rows) // shards) * shards,
             on_end=self.mixture.on_end,
         )
-        return replace(self, layout=layout, declared=phases, phases=phases, changes=())
+        source = replace(self, layout=layout, layouts={first: layout})
+        declared = source.planned_phases((), _Place(0, 0, 0), global_batch_size=global_batch_size, tail=tail)
+        return replace(source.with_phases(declared, ()), declared=declared)
 
     @property
     def order(self) -> dict[str, Any]:
@@ -254,7 +260,7 @@ class MixedSource:
 
     def restored(self, order: Mapping[str, Any]) -> MixedSource:
         """Return the source with the weights of an earlier part of the run, as `order` has returned them."""
-        return self._with_phases(tuple((row, tuple(each)) for row, each in order["phases"]), tuple(order["changes"]))
+        return self.with_phases(tuple((row, tuple(each)) for row, each in order["phases"]), tuple(order["changes"]))
 
     def is_declared(self, order: Mapping[str, Any]) -> bool:
         """Return whether the mixture gives the same weights as it did then, or those that were then in force."""
@@ -263,8 +269,7 @@ class MixedSource:
     def changed(self, *, step: int, epoch: int, offset: int, global_batch_size: int, tail: Tail) -> MixedSource:
         """Return the source with the weights that the mixture gives from a position on, and its own ones before that.
 
-        Rows of earlier positions do not change, and each source continues at its next row. Only with sources that
-        repeat, because otherwise weights decide where an epoch ends.
+        Rows of earlier positions do not change, and each source continues at its next row.
 
         Args:
             step: updates so far.
@@ -272,47 +277,111 @@ class MixedSource:
             offset: samples of it that all ranks together have consumed.
             global_batch_size: converts the steps of `weights_by_step` from here on to samples.
             tail: of the epochs.
-        """
-        assert self.layout is not None, "interleaved(...) must be called first"
-        before = self.phases
-        place = _Place(step, epoch, offset, self.layout.rows, self.layout.shards, global_batch_size, tail)
-        here = place.row_of_step(step)
-        weights = self.mixture.weights()
-        current = weights[max(each for each in weights if each <= step)]
-        after = (here, current), *((place.row_of_step(at), each) for at, each in weights.items() if at > step)
-        rows = [row for row, _ in before]
-        kept, in_force = before[: bisect_left(rows, here)], bisect_right(rows, here) - 1
-        was = (here, before[in_force][1]), *before[in_force + 1 :]
-        change = (
-            f"mixture weights from step {step} (sample {here * place.shards}) on: "
-            f"{self._tell(was)} -> {self._tell(after)}"
-        )
-        return self._with_phases((*kept, *after), (*self.changes, change))
 
-    def _with_phases(self, phases: Phases, changes: tuple[str, ...]) -> MixedSource:
+        Raises:
+            DataError: an epoch would end before its first global batch.
+        """
+        before, place = self.phases, _Place(step, epoch, offset)
+        phases = self.planned_phases(before, place, global_batch_size=global_batch_size, tail=tail)
+        rows = [row for row, _ in before]
+        here = self._row(self._after(place, 0, before, global_batch_size=global_batch_size, tail=tail))
+        in_force = bisect_right(rows, here) - 1
+        was = (here, before[in_force][1]), *before[in_force + 1 :]
+        after = phases[bisect_left(rows, here) :]
+        change = f"mixture weights from step {step} ({self._name(here)}) on: {self._tell(was)} -> {self._tell(after)}"
+        return self.with_phases(phases, (*self.changes, change))
+
+    def planned_phases(self, before: Phases, place: _Place, *, global_batch_size: int, tail: Tail) -> Phases:
+        """Return the phases before a place, followed by those that the mixture gives from there on."""
+        weights = self.mixture.weights()
+        current = max(step for step in weights if step <= place.step)
+        phases = before
+        for step, values in weights.items():
+            if step < current:
+                continue
+            if phases:
+                place = self._after(
+                    place, max(0, step - place.step), phases, global_batch_size=global_batch_size, tail=tail
+                )
+            here = self._row(place)
+            phases = *(each for each in phases if each[0] < here), (here, values)
+            rows = self._layout(place.epoch + 1, phases).rows
+            if self.mixture.on_end == "stop" and not _steps(rows, global_batch_size, tail):
+                raise DataError(
+                    f"with the weights from step {place.step} on, the first source ends after {rows} rows of an epoch, "
+                    f"less than global_batch_size {global_batch_size}: give that source less weight, or use "
+                    "on_end='drop' or 'repeat'"
+                )
+        return phases
+
+    def _after(self, place: _Place, steps: int, phases: Phases, *, global_batch_size: int, tail: Tail) -> _Place:
+        """Return the place after more steps, if all epochs are full, and no weights change on the way."""
+        left = _steps(self._layout(place.epoch, phases).rows - place.offset, global_batch_size, tail)
+        if steps < left:
+            return _Place(place.step + steps, place.epoch, place.offset + steps * global_batch_size)
+        following = _steps(self._layout(place.epoch + 1, phases).rows, global_batch_size, tail)
+        epochs, within = divmod(steps - left, max(1, following))
+        return _Place(place.step + steps, place.epoch + 1 + epochs, within * global_batch_size)
+
+    def _row(self, place: _Place) -> int:
+        """Return the next row of each shard, as `Phases` count rows."""
+        assert self.layout is not None
+        return place.epoch * self.span + place.offset // self.layout.shards
+
+    def _name(self, row: int) -> str:
+        """Return what people call this row of each shard."""
+        assert self.layout is not None
+        if self.mixture.on_end == "repeat":
+            return f"sample {row * self.layout.shards}"
+        epoch, within = divmod(row, self.span)
+        return f"sample {within * self.layout.shards} of epoch {epoch + 1}"
+
+    @property
+    def span(self) -> int:
+        """Rows of each shard that an epoch has at most."""
         assert self.layout is not None, "interleaved(...) must be called first"
-        interleave = replace(
-            self.layout.interleave,
-            starts=tuple(row for row, _ in phases),
-            edges=tuple(edges_of(weights) for _, weights in phases),
-        )
-        # The layout of a mixture whose sources end has the same phases as when it was laid out.
-        layout = replace(self.layout, interleave=interleave) if self.mixture.on_end == "repeat" else self.layout
+        return self.layout.mixed if self.mixture.on_end == "repeat" else -(-self.rows // self.layout.shards)
+
+    def _layout(self, epoch: int, phases: Phases) -> Layout:
+        """Return the layout of an epoch. Where sources end, it depends on the weights of this epoch alone."""
+        assert self.layout is not None, "interleaved(...) must be called first"
+        if self.mixture.on_end == "repeat":
+            return self.layout
+        first = epoch * self.span
+        begun = bisect_right([row for row, _ in phases], first) - 1
+        later = ((row - first, each) for row, each in phases[begun + 1 :] if row < first + self.span)
+        own = (0, phases[begun][1]), *later
+        if own not in self.layouts:
+            self.layouts[own] = lay_out(
+                self.layout.fragment_rows,
+                own,
+                shards=self.layout.shards,
+                rotation=self.layout.interleave.rotation,
+                rows_per_epoch=self.layout.rows,
+                on_end=self.mixture.on_end,
+            )
+        return self.layouts[own]
+
+    def with_phases(self, phases: Phases, changes: tuple[str, ...]) -> MixedSource:
+        """Return the source with these weights in force."""
+        assert self.layout is not None, "interleaved(...) must be called first"
+        layout = self.layout
+        if self.mixture.on_end == "repeat":
+            starts, edges = tuple(row for row, _ in phases), tuple(edges_of(weights) for _, weights in phases)
+            layout = replace(layout, interleave=replace(layout.interleave, starts=starts, edges=edges))
         return replace(self, layout=layout, phases=phases, changes=changes)
 
     def _tell(self, phases: Phases) -> str:
         """Return the weights from the first of these phases on."""
-        assert self.layout is not None
         told = []
         for number, (row, weights) in enumerate(phases):
             shares = [f"{name} {share:.4g}" for name, share in zip(self.sources, _shares(weights), strict=True)]
-            told.append((f"from sample {row * self.layout.shards} on " if number else "") + ", ".join(shares))
+            told.append((f"from {self._name(row)} on " if number else "") + ", ".join(shares))
         return "; ".join(told)
 
     def plan(self, seed: int, epoch: int, *, shuffle: bool, tail: Tail) -> MixturePlan:
         """Return the order of one epoch of a training; only after `interleaved`."""
-        assert self.layout is not None, "interleaved(...) must be called first"
-        return MixturePlan(self.layout, seed, epoch, shuffle=shuffle, tail=tail)
+        return MixturePlan(self._layout(epoch, self.phases), seed, epoch, shuffle=shuffle, tail=tail)
 
     def _find(self, index: int) -> tuple[int, int]:
         ends = np.cumsum([len(each.fragment_rows) for each in self.sources.values()])
@@ -321,39 +390,15 @@ class MixedSource:
 
 
 class _Place(NamedTuple):
-    """A position of a training, from which steps are converted to rows.
-
-    Attributes:
-        step, epoch, offset: the position.
-        rows: of an epoch.
-        shards: logical shards.
-        global_batch_size, tail: of the steps from here on.
-    """
+    """A position of a training: updates so far, the epoch in progress, and samples of it that have been consumed."""
 
     step: int
     epoch: int
     offset: int
-    rows: int
-    shards: int
-    global_batch_size: int
-    tail: Tail
 
-    def row_of_step(self, step: int) -> int:
-        """Return the row of each shard that is the next one after `step` steps of the run, if all its epochs are full.
 
-        Args:
-            step: at least that of this place.
-        """
-        left, more = self._steps(self.rows - self.offset), step - self.step
-        if more < left or not more:
-            sample = self.epoch * self.rows + self.offset + more * self.global_batch_size
-        else:
-            epochs, within = divmod(more - left, max(1, self._steps(self.rows)))
-            sample = (self.epoch + 1 + epochs) * self.rows + within * self.global_batch_size
-        return sample // self.shards
-
-    def _steps(self, rows: int) -> int:
-        return rows // self.global_batch_size if self.tail == "drop" else -(-rows // self.global_batch_size)
+def _steps(rows: int, global_batch_size: int, tail: Tail) -> int:
+    return rows // global_batch_size if tail == "drop" else -(-rows // global_batch_size)
 
 
 def _shares(weights: Sequence[float]) -> list[float]:
@@ -361,6 +406,6 @@ def _shares(weights: Sequence[float]) -> list[float]:
 
 
 def only_weights_differ(before: str, now: str) -> bool:
-    """Return whether two fingerprints differ in weights alone, of sources that repeat."""
+    """Return whether two fingerprints of mixtures differ in weights alone."""
     ends = [each.split(";")[-2:] for each in (before, now)]
-    return before.partition("(")[0] == now.partition("(")[0] and ends[0] == ends[1] and ends[0][0] == "repeat"
+    return before.partition("(")[0] == now.partition("(")[0] and ends[0] == ends[1]

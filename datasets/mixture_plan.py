@@ -22,15 +22,17 @@ from .plan import Batch, EpochPlan, Read, Tail, shard_range, split_reads
 
 OnEnd = Literal["repeat", "stop", "drop"]
 
-# An interleave gives a shard at most so many rows more or less of a source than its weight says.
+# An interleave seldom gives a shard more rows more or less of a source than its weight says.
 _DISCREPANCY = 16
+# Rows of each shard that are counted together to find the end of a source, at first and at most.
+_ROWS_AT_A_TIME, _MOST_ROWS_AT_A_TIME = 64, 4096
 # The sources of the rows of so many batches are computed together, which is cheaper.
 _BATCHES_AT_A_TIME = 16
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What all epochs of a mixture have in common.
+    """What the epochs of a mixture with the same weights have in common.
 
     Attributes:
         fragment_rows: rows of each fragment, for each source.
@@ -66,36 +68,94 @@ def lay_out(
 ) -> Layout:
     """Return the layout of a mixture.
 
+    Rows before a change of weights do not depend on it.
+
     Args:
         fragment_rows: rows of each fragment, for each source; every source has at least one row for each shard.
-        weights: (first row of each shard, weight of each source); the first from row 0 on. One entry, with positive
-            weights, unless on_end is "repeat".
+        weights: (first row of each shard, weight of each source); the first from row 0 on. Unless on_end is "repeat",
+            rows count within the epoch.
         shards: number of logical shards.
         rotation: see `Interleave`.
         rows_per_epoch: of an epoch if on_end is "repeat"; rounded up to a multiple of the shards.
         on_end: what follows the last row of a source.
     """
     lengths = _lengths([int(each.sum()) for each in fragment_rows], shards)
-    starts, edges = [at for at, _ in weights], [edges_of(each) for _, each in weights]
-    mixed = -(-rows_per_epoch // shards)
-    if on_end != "repeat":
-        (_, current), active = weights[0], list(range(len(lengths)))
-        while active:
-            interleave = Interleave(shards, tuple(starts), tuple(edges), rotation)
-            ends = _ends(interleave, lengths, active, starts[-1])
-            mixed = min(ends.values())
-            active = [each for each in active if ends.get(each) != mixed]
-            if on_end == "stop" or not active:
-                break
-            left = edges_of([weight if each in active else 0.0 for each, weight in enumerate(current)])
-            if mixed == starts[-1]:
-                edges[-1] = left
-            else:
-                starts.append(mixed)
-                edges.append(left)
+    if on_end == "repeat":
+        starts, edges = [at for at, _ in weights], [edges_of(each) for _, each in weights]
+        mixed = -(-rows_per_epoch // shards)
+    else:
+        starts, edges, mixed = _until_the_end(lengths, weights, rotation=rotation, stop=on_end == "stop")
     rows = int(lengths.sum()) if on_end == "drop" else mixed * shards
     interleave = Interleave(shards, tuple(starts), tuple(edges), rotation)
     return Layout(tuple(fragment_rows), lengths, interleave, rows, mixed, on_end)
+
+
+def _until_the_end(
+    lengths: npt.NDArray[np.int64], weights: Sequence[tuple[int, Sequence[float]]], *, rotation: int, stop: bool
+) -> tuple[list[int], list[tuple[int, ...]], int]:
+    """Return the starts and edges of an interleave that leaves out sources that have ended, and its number of rows.
+
+    It ends with the first source if `stop`, and otherwise when no source with a weight is left.
+    """
+    shards, left, active, at = lengths.shape[1], lengths, np.ones(len(lengths), dtype=bool), 0
+    starts: list[int] = []
+    edges: list[tuple[int, ...]] = []
+    for (_, values), until in zip(weights, [*(start for start, _ in weights[1:]), None], strict=True):
+        while at != until:
+            current = np.where(active, values, 0.0)
+            if not current.any():
+                return starts, edges, at
+            if starts[-1:] == [at]:  # two sources end at the same row
+                del starts[-1], edges[-1]
+            starts.append(at)
+            edges.append(edges_of(current.tolist()))
+            phase = Interleave(shards, (at,), (edges[-1],), rotation)
+            at, counts = _until_one_ends(phase, left, until)
+            left = left - counts
+            if at != until:
+                if stop:
+                    return starts, edges, at
+                shard = np.arange(shards)
+                following = phase.sources(shard, np.full(shards, at))
+                active[following[left[following, shard] == 0]] = False
+    raise AssertionError("a source ends at some time")
+
+
+def _until_one_ends(
+    phase: Interleave, left: npt.NDArray[np.int64], until: int | None
+) -> tuple[int, npt.NDArray[np.int64]]:
+    """Return the first row, at most `until`, for which a shard lacks a row, and the rows of each source before it.
+
+    Args:
+        phase: constant weights.
+        left: rows that are left of each source's shards when the phase begins.
+        until: where the phase ends; None if it does not.
+    """
+    shards, (row,) = phase.shards, phase.starts
+    shares = np.diff(np.array(phase.edges[0], dtype=np.float64)) / 2.0**64
+    given = shares > 0
+    skip = int(((left[given].min(axis=1) - _DISCREPANCY) / shares[given]).min())
+    skip = skip if until is None else min(skip, until - row)
+    counts, size = np.zeros_like(left), _ROWS_AT_A_TIME
+    while skip > size:  # skips what certainly suffices, by arithmetic, and counts the rest
+        skipped = np.array([phase.counts(shard, row + skip) for shard in range(shards)]).T
+        if (skipped <= left).all():
+            row, counts = row + skip, skipped
+            break
+        skip //= 2
+    while row != until:
+        end = row + size if until is None else min(row + size, until)
+        rows, shard = np.repeat(np.arange(row, end), shards), np.tile(np.arange(shards), end - row)
+        places = phase.sources(shard, rows) * shards + shard
+        more = np.bincount(places, minlength=left.size).reshape(left.shape)
+        if (lacks := np.flatnonzero(counts + more > left)).size:
+            # In the order of their places, and of the rows in each: the first that is one too many.
+            order = np.argsort(places, kind="stable")
+            begin = (np.cumsum(more) - more.reshape(-1))[lacks]
+            end = int(rows[order[begin + (left - counts).reshape(-1)[lacks]]].min())
+            return end, counts + np.bincount(places[rows < end], minlength=left.size).reshape(left.shape)
+        row, counts, size = end, counts + more, min(2 * size, _MOST_ROWS_AT_A_TIME)
+    return row, counts
 
 
 def _lengths(rows: Sequence[int], shards: int) -> npt.NDArray[np.int64]:
@@ -106,28 +166,6 @@ def _lengths(rows: Sequence[int], shards: int) -> npt.NDArray[np.int64]:
         lengths[source, (first + np.arange(extra)) % shards] += 1
         first += extra
     return lengths
-
-
-def _ends(interleave: Interleave, lengths: npt.NDArray[np.int64], active: Sequence[int], at: int) -> dict[int, int]:
-    """Return, for each source that may be the next to end, the last row before one of its shards lacks a row."""
-    done = interleave.expected(at)
-    share = interleave.expected(at + 1) - done
-    left = np.array([lengths[each].min() - done[each] for each in active])
-    rate = np.array([share[each] for each in active])
-    soonest, latest = (left - _DISCREPANCY) / rate, (left + _DISCREPANCY) / rate
-    ends = {}
-    for source, last in zip(active, latest.tolist(), strict=True):
-        if soonest[active.index(source)] > latest.min():
-            continue
-        low, high = at, at + max(0, int(last)) + 2
-        while high - low > 1:
-            middle = (low + high) // 2
-            enough = all(
-                interleave.count(shard, middle, source) <= lengths[source, shard] for shard in range(interleave.shards)
-            )
-            low, high = (middle, high) if enough else (low, middle)
-        ends[source] = low
-    return ends
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ class Stream:
         if _fingerprint(replace(opened, source=restored)) != order["fingerprint"]:
             return []
         if not source.is_declared(order):
-            if not accept_changes or source.mixture.on_end != "repeat":
+            if not accept_changes:
                 return []
             size, tail = opened.global_batch_size, opened.tail
             restored = restored.changed(step=step, epoch=epoch, offset=offset, global_batch_size=size, tail=tail)
@@ -257,6 +257,12 @@ class Stream:
     def samples_per_step(self) -> int:
         """Samples of one update over all ranks."""
         return self._open.global_batch_size
+
+    @property
+    def epochs_differ(self) -> bool:
+        """Whether epochs may have different numbers of samples: a mixture that ends with its first source may."""
+        source = self._open.source
+        return isinstance(source, MixedSource) and source.mixture.on_end == "stop" and len(source.phases) > 1
 
     def next_rows(self, epoch: int, *, offset: int, count: int) -> list[str]:
         """Return the ids of the next rows over all ranks, in sample order."""

@@ -148,6 +148,53 @@ def test_a_source_that_drops_out_leaves_no_row_and_stops_at_no_row_twice(
     assert np.any(lacking)
 
 
+@settings(max_examples=20, deadline=None)
+@given(rows=SOURCES, weights=st.lists(WEIGHTS, min_size=2, max_size=3), shards=st.integers(1, 6), data=st.data())
+def test_weights_may_change_where_sources_end_and_earlier_rows_do_not_follow_them(
+    rows: list[list[int]], weights: list[tuple[float, ...]], shards: int, data: st.DataObject
+) -> None:
+    """With "drop" an epoch still has every row once; with "stop" it ends exactly where a shard lacks a row."""
+    own = [each[: len(rows)] for each in weights]
+    every = [(fragment, row, 0) for fragment, count in enumerate(sum(rows, [])) for row in range(count)]
+    for on_end in ("drop", "stop"):
+        changes = [(0, own[0])]
+        seen: list[Row] = []
+        for following in (*own[1:], None):
+            plan = MixturePlan(layout(rows, changes, shards=shards, on_end=on_end), 5, 0, tail="keep")
+            batches = global_batches(
+                plan,
+                world_size=data.draw(st.integers(1, shards)),
+                global_batch_size=shards * data.draw(st.integers(1, 3)),
+                offset=len(seen),
+                parts=data.draw(PARTS),
+            )
+            taken = batches if following is None else batches[: data.draw(st.integers(0, len(batches)))]
+            seen += [row for batch in taken for row in batch]
+            if following is not None and len(seen) < plan.rows and len(seen) // shards > changes[-1][0]:
+                changes.append((len(seen) // shards, following))
+        alone = global_batches(plan, world_size=1, global_batch_size=shards)
+        assert sorted(seen) == sorted(row for batch in alone for row in batch)
+        assert len(seen) == len(set(seen)) == plan.rows
+        if on_end == "drop":
+            assert sorted(seen) == every
+        else:
+            within, beyond = (
+                np.array([plan.layout.interleave.counts(shard, end) for shard in range(shards)]).T
+                for end in (plan.rows // shards, plan.rows // shards + 1)
+            )
+            assert (within <= plan.layout.lengths).all()
+            assert (beyond > plan.layout.lengths).any()
+
+
+def test_the_end_of_many_equal_sources_is_found_at_once() -> None:
+    """Searching each of them for every shard took minutes."""
+    rows = [[1000 + each] for each in range(100)]
+    mixed = layout(rows, [(0, (1.0,) * 100), (500, (1.0, 2.0) * 50)], shards=32, on_end="drop")
+    assert mixed.rows == sum(map(sum, rows))
+    for shard in range(32):
+        assert (mixed.interleave.counts(shard, mixed.mixed) <= mixed.lengths[:, shard]).all()
+
+
 @pytest.mark.parametrize("shards", [1, 8, 25, 32, 1009])
 @pytest.mark.parametrize("weights", [(0.7, 0.3), (5, 3, 2, 0), (0.98, 0.01, 0.01), (1.0,) * 100])
 def test_proportions_are_within_a_thousandth_at_every_10_000_rows(shards: int, weights: tuple[float, ...]) -> None:
@@ -336,7 +383,7 @@ def test_rows_of_a_remote_storage_are_fetched_once_and_held(tmp_path: Path, monk
     [
         ({"sources": {}}, "sources is empty"),
         ({"on_end": "again"}, "on_end must be"),
-        ({"on_end": "drop", "rows_per_epoch": 5}, "need on_end='repeat'"),
+        ({"on_end": "drop", "rows_per_epoch": 5}, "rows_per_epoch needs on_end='repeat'"),
         ({"rows_per_epoch": 0}, "rows_per_epoch must be an integer >= 1"),
         ({"weights_by_step": {0: {"web": 1}}}, "steps >= 1, got 0"),
         ({"weights_by_step": {5: {"wed": 1}}}, "names 'wed'; did you mean 'web'"),

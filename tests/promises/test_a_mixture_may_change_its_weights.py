@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ class Mixed(Trainer[TrainerConfig]):
     planned: Planned | None = None
     ends: Any = "repeat"
     shards: int = 20
+    by_epoch: bool = False
 
     def configure_models(self) -> None:
         self.model = torch.nn.Linear(1, 1)
@@ -45,7 +47,7 @@ class Mixed(Trainer[TrainerConfig]):
         )
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.seen.append((self.global_step, batch["id"].tolist()))
+        self.seen.append((self.current_epoch if self.by_epoch else self.global_step, batch["id"].tolist()))
         return self.model(batch["id"].float()[:, None]).square().mean()
 
 
@@ -170,9 +172,89 @@ def test_what_cannot_be_accepted_is_not_advised(folder: Path) -> None:
     assert train(folder, "run", 9, NEW, accept=True)[1]
 
 
-def test_where_sources_end_the_weights_stay(folder: Path) -> None:
+def _epochs(legs: Any) -> list[Counter[int]]:
+    """Return the ids of each epoch, of all ranks."""
+    found: list[Counter[int]] = []
+    for leg in legs:
+        for epoch, rows in leg:
+            found += [Counter() for _ in range(epoch + 1 - len(found))]
+            found[epoch].update(rows)
+    return found
+
+
+def _until_the_end(
+    world: World, folder: str, run_dir: str, max_steps: int, weights: Weights, ends: str, planned: Planned | None
+) -> tuple[list[tuple[int, list[int]]], list[str], float]:
+    """Train in exact mode; return (epoch, ids) of each micro-batch, what was printed, and the weight of the model."""
+    said: list[str] = []
+    config = TrainerConfig(
+        max_steps=max_steps, global_batch_size=20, exact=True, micro_batch_size=1, evaluate_every=None,
+        checkpoint=CheckpointConfig(every=None, keep_last=9),
+    )  # fmt: skip
+    trainer = Mixed(config, run_dir=run_dir, world=world, printer=said.append)
+    vars(trainer).update(folder=folder, weights=weights, ends=ends, planned=planned, by_epoch=True)
+    trainer.fit(accept_changes=True)
+    return trainer.seen, [line for line in said if line.startswith("mixture")], trainer.model.weight.item()
+
+
+@pytest.mark.parametrize("ends", ["drop", "stop"])
+def test_where_sources_end_too_and_equals_a_run_that_was_never_interrupted(folder: Path, ends: str) -> None:
+    rng = random.Random(ends)
+    at = sorted(rng.sample(range(2, 60), 4))
+    plans = [rng.choice([OLD, NEW, NEWER, {"web": 1.0, "code": 40.0}]) for _ in range(5)]
+    legs, told = [], []
+    for until, weights in zip([*at, 70], plans, strict=True):
+        ranks = rng.randint(1, 3)
+        args = (str(folder), str(folder / "run"), until, weights, ends, None)
+        done = run_on_ranks(_until_the_end, ranks, *args) if ranks > 1 else [_until_the_end(World.single("cpu"), *args)]
+        legs += [rank[0] for rank in done]
+        told += done[0][1]
+    assert told
+    assert all("of epoch" in line for line in told)
+    planned = dict(zip(at, plans[1:], strict=True))
+    alone = _until_the_end(World.single("cpu"), str(folder), str(folder / "alone"), 70, plans[0], ends, planned)
+    epochs = _epochs(legs)
+    assert epochs == _epochs([alone[0]])
+    assert len(epochs) > 2
+    assert {rank[2] for rank in done} == {alone[2]}
+    assert all(set(epoch.values()) == {1} for epoch in epochs), "an epoch has no row twice"
+    if ends == "drop":
+        assert all(sum(epoch.values()) == 500 for epoch in epochs[:-1])
+    else:
+        assert len({sum(epoch.values()) for epoch in epochs[:-1]}) > 1, "an epoch is as long as its weights let it be"
+
+
+def test_other_weights_may_end_the_epoch_sooner(folder: Path) -> None:
+    """Few rows of a source are left, and from here on all shards want one: 18 updates would be the whole epoch."""
+    train(folder, "run", 16, {"web": 0.5, "code": 0.5}, ends="stop")
+    only_code = {"web": 1.0, "code": 1e6}
+    seen, said, _ = train(folder, "run", 27, only_code, accept=True, ends="stop", by_epoch=True)
+    assert said[0].startswith("mixture weights from step 16 (sample 320 of epoch 1) on: ")
+    epochs = Counter(epoch for epoch, _ in seen)
+    # Of the 200 rows of code, each shard gave about eight, and has one or two; then epochs of code alone.
+    assert epochs[0] == 1
+    assert epochs[1] == 10
+
+
+def test_the_length_of_a_run_is_the_sum_of_its_epochs(folder: Path) -> None:
+    """With "stop", and weights that change."""
+
+    class Told(Mixed):
+        def configure_optimizers(self) -> None:
+            self.told = self.total_steps
+            super().configure_optimizers()
+
+    for limit in ({"max_epochs": 4}, {"max_samples": 1000}):
+        config = TrainerConfig(**limit, global_batch_size=20, evaluate_every=None)
+        trainer = Told(config, run_dir=str(folder / str(limit)), world=World.single("cpu"))
+        vars(trainer).update(folder=str(folder), weights=OLD, ends="stop", planned={5: NEW, 30: NEWER})
+        result = trainer.fit()
+        assert trainer.told == trainer.total_steps == result.steps
+
+
+def test_how_sources_end_stays(folder: Path) -> None:
     train(folder, "run", 5, OLD, ends="drop")
-    with pytest.raises(DataError, match="restore weights, weights_by_step, on_end"):
-        train(folder, "run", 9, NEW, accept=True, ends="drop")
+    with pytest.raises(DataError, match="accept the change, so that the new weights hold"):
+        train(folder, "run", 9, NEW, ends="drop")
     with pytest.raises(DataError, match="restore weights, weights_by_step, on_end"):
         train(folder, "run", 9, NEW, accept=True, ends="repeat")

@@ -126,6 +126,15 @@ class HasOrder(Protocol):
 
 
 @runtime_checkable
+class HasUnequalEpochs(Protocol):
+    """A `BatchStream` whose epochs may have different lengths, all of them known."""
+
+    @property
+    def epochs_differ(self) -> bool:
+        """Whether they may; the length of a run is then the sum over its epochs."""
+
+
+@runtime_checkable
 class HasSources(Protocol):
     """A `BatchStream` that mixes several sources, and whose rows say from which one they come."""
 

@@ -466,7 +466,15 @@ class RunState:
             return ()
         place = checkpoint.meta["certificate"]["position"]
         where = {name: place[name] for name in ("step", "epoch", "offset")}
-        return self._data.continue_order(order, **where, accept_changes=accept_changes)
+        planned = self._length.total_steps
+        changes = self._data.continue_order(order, **where, accept_changes=accept_changes)
+        now = self._length.total_steps
+        if now != planned and self._ctx.lr_stepping.schedulers:
+            self._ctx.print(
+                f"configure_optimizers() was told of {planned} updates, and the run has {now}, because its data has "
+                "changed in mid-run: set max_steps if a schedule needs the number"
+            )
+        return changes
 
     def _check_data(self, checkpoint: Checkpoint, components: Collection[str]) -> bool:
         """Return whether the data has changed; raise unless the config or the components allow that."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from ray import tune
 
 from headway.trainer.callbacks.base import Callback
 from headway.trainer.checkpoints.store import read_checkpoint
-from headway.trainer.errors import CheckpointError
+from headway.trainer.errors import CheckpointError, ConfigError
 
 from ...config.experiment import Experiment
 from ...errors import StorageError
@@ -22,6 +23,7 @@ from ...runs.pointer import read_pointer
 from ...runs.result import RunResult
 from ...runs.resume import ResumeOptions
 from ...runs.run import Run, now
+from ...storage.folder import Folder
 from ...train.driver import RunDriver
 from ...train.fit import close, finished_result, summarize_error, write_driver_ended
 from ...train.signals import StopSignals
@@ -29,6 +31,8 @@ from ...train.train_loop import Start, train_rank
 from ...train.worker import has_accelerator
 from .reporting import EventReporter, ReportEvaluations, TuneReporter, trial_callbacks
 from .trial import trial_resources
+
+_TRIAL = "trial.json"
 
 
 def trainable(experiment: Experiment, *, metric: str | None = None) -> Any:
@@ -83,8 +87,9 @@ def run_trial(start: Start, config: Mapping[str, Any], metric: str | None) -> No
     # Time for a trial that Ray Tune ends to save, where its process is used again.
     os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", "60")
     experiment = start.enter(config)
-    name = tune.get_context().get_trial_name()
-    experiment = replace(experiment, name=name, storage=experiment.run_dir)
+    trial = tune.get_context()
+    experiment = replace(experiment, name=trial.get_trial_name(), storage=experiment.run_dir)
+    _check_folder(experiment, trial.get_trial_id(), config)
     source = _source_of(experiment.run_dir)
     start = replace(start, resume_options=replace(start.resume_options, resume=source or "auto"))
     reporter = TuneReporter(experiment.run_dir, metric, saves=True)
@@ -101,6 +106,27 @@ def run_trial(start: Start, config: Mapping[str, Any], metric: str | None) -> No
     if reporter.has_ended:
         # Ray Tune expects a paused trial's function to end this way.
         sys.exit(0)
+
+
+def _check_folder(experiment: Experiment, trial_id: str, values: Mapping[str, Any]) -> None:
+    """Check that a run's folder is not that of a trial with other values, whose result would be taken for this one's.
+
+    Raises:
+        ConfigError: it is.
+    """
+    folder = Folder(experiment.run_dir)
+    own = json.dumps({"id": trial_id, "values": dict(values)}, default=str, sort_keys=True)
+    if (text := folder.read(_TRIAL)) is None:
+        folder.prepare()
+    else:
+        other = json.loads(text)
+        if other["id"] != trial_id and other["values"] != json.loads(own)["values"]:
+            raise ConfigError(
+                f"trial {trial_id} has the name {experiment.name}, but {experiment.run_dir} is the folder of trial "
+                f"{other['id']} with the values {other['values']}: let trial_name_creator use trial.trial_id, and give "
+                "a further Tuner an Experiment with another name"
+            )
+    folder.write(_TRIAL, own)
 
 
 def _source_of(run_dir: str) -> str | None:

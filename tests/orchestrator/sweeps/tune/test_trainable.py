@@ -39,10 +39,11 @@ class Tune:
         self.records: list[dict[str, float]] = []
         self.storage = ""
         self.checkpoint: tune.Checkpoint | None = None
-        self.name, self._ends_at = "tiny_1", ends_at
+        self.name, self.trial_id, self._ends_at = "tiny_1", "1", ends_at
         monkeypatch.setattr(tune, "report", self._report)
         monkeypatch.setattr(tune, "get_checkpoint", lambda: self.checkpoint)
-        monkeypatch.setattr(tune, "get_context", lambda: SimpleNamespace(get_trial_name=lambda: self.name))
+        context = SimpleNamespace(get_trial_name=lambda: self.name, get_trial_id=lambda: self.trial_id)
+        monkeypatch.setattr(tune, "get_context", lambda: context)
 
     def _report(self, metrics: Mapping[str, Any], checkpoint: tune.Checkpoint | None = None) -> None:
         self.reports.append(dict(metrics))
@@ -114,6 +115,20 @@ def test_a_trial_goes_on_from_the_checkpoint_of_another_with_its_own_values(
     assert [report["step"] for report in other.reports] == [8]
     assert run.record.resumed_from == donor["checkpoint"]
     assert 0 < run.record.metrics["lr"] < 0.02
+
+
+def test_a_trial_with_the_name_of_another_does_not_get_its_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    around, ours = Tune(monkeypatch), experiment(tmp_path)
+    around.train(ours, {"config.learning_rate": 0.1})
+    around.trial_id = "2"
+    with pytest.raises(ConfigError, match=r"trial 2 has the name tiny_1, .*trial 1 with the values .*trial\.trial_id"):
+        around.train(ours, {"config.learning_rate": 0.2})
+    around.train(ours, {"config.learning_rate": 0.1})  # a trial that Ray Tune starts again may have another id
+    assert around.reports[-1]["step"] == 12
+    # Population-based training gives a trial other values.
+    around.train(ours, {"config.learning_rate": 0.3})
 
 
 def test_a_metric_that_no_evaluation_has_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

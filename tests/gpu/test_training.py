@@ -150,9 +150,9 @@ def test_ddp_on_one_rank_trains_as_the_plain_model(
     config = _config(micro_batch_size=4, max_grad_norm=1.0)
     _, plain = _train(device, config, cls=Plain)
 
-    def replicate(model: nn.Module, config: ParallelConfig, world: World) -> nn.Module:
+    def replicate(model: nn.Module, config: ParallelConfig, world: World, *, gradients_are_kept: bool) -> nn.Module:
         ids = [world.device] if world.device.type == "cuda" else None
-        return ReplicatedModule(model, device_ids=ids, gradient_as_bucket_view=True)
+        return ReplicatedModule(model, device_ids=ids, gradient_as_bucket_view=not gradients_are_kept)
 
     monkeypatch.setattr(parallelize, "replicate", replicate)
     trainer, wrapped = _train(device, config, cls=Plain, world=group)

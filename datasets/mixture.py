@@ -159,7 +159,7 @@ class MixedSource:
         declared: the weights that the mixture alone gives; empty in an evaluation.
         phases: those in force, which differ from it if the run has changed its weights.
         changes: a line for each of these changes.
-        layouts: where sources end, those of epochs, by the weights of the epoch.
+        layouts: layouts of epochs by their weights, where sources end.
     """
 
     mixture: Mixture
@@ -203,7 +203,7 @@ class MixedSource:
         return digest.hexdigest()[:16]
 
     def _describe_order(self, phases: Phases) -> str:
-        """Return the weights, how sources end, and the most rows of an epoch, without spaces: words are parsed."""
+        """Return the weights, how sources end, and the most rows of an epoch, without spaces, which separate words."""
         assert self.layout is not None
         told = ";".join(
             f"{row * self.layout.shards}:" + ",".join(f"{each:.9g}" for each in _shares(weights))

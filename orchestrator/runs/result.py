@@ -92,9 +92,9 @@ def describe_end(status: str, steps: int) -> str:
     """Return how a run ended, such as "interrupted after 40 steps".
 
     Args:
-        status: of the run.
-        steps: of its result; those of its last checkpoint if it was ended at once, which may be 0.
+        status: final status of the run.
+        steps: updates in its result. If the run was ended immediately, only saved updates count, and there may be none.
     """
     if steps == 0 and status in ("stopped", "time_limit", "interrupted"):
-        return f"{status} before its first checkpoint"
+        return f"{status} before an update was saved"
     return f"{status} after {steps:,} steps"

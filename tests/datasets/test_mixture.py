@@ -81,6 +81,17 @@ PARTS = st.just([]) | st.lists(st.none() | st.integers(1, 6), min_size=4, max_si
 WEIGHTS = st.tuples(*[st.sampled_from([0.1, 0.3, 1.0, 5.0])] * 4)
 
 
+def _rest_on_any_ranks(plan: MixturePlan, shards: int, offset: int, data: st.DataObject) -> list[list[Row]]:
+    """Return the global batches from an offset on, on a random number of ranks, of a random size."""
+    return global_batches(
+        plan,
+        world_size=data.draw(st.integers(1, shards)),
+        global_batch_size=shards * data.draw(st.integers(1, 3)),
+        offset=offset,
+        parts=data.draw(PARTS),
+    )
+
+
 @settings(max_examples=20, deadline=None)
 @given(rows=SOURCES, weights=st.lists(WEIGHTS, min_size=1, max_size=3), shards=st.integers(1, 6), data=st.data())
 def test_interruptions_and_resizes_change_nothing_and_each_pass_has_every_row_once(
@@ -94,13 +105,7 @@ def test_interruptions_and_resizes_change_nothing_and_each_pass_has_every_row_on
         plan = MixturePlan(mixed, 5, epoch, tail="keep")
         seen: list[Row] = []
         while len(seen) < plan.rows:
-            batches = global_batches(
-                plan,
-                world_size=data.draw(st.integers(1, shards)),
-                global_batch_size=shards * data.draw(st.integers(1, 3)),
-                offset=len(seen),
-                parts=data.draw(PARTS),
-            )
+            batches = _rest_on_any_ranks(plan, shards, len(seen), data)
             for batch in batches[: data.draw(st.integers(1, len(batches)))]:
                 seen += batch
         alone = global_batches(plan, world_size=1, global_batch_size=shards)
@@ -161,13 +166,7 @@ def test_weights_may_change_where_sources_end_and_earlier_rows_do_not_follow_the
         seen: list[Row] = []
         for following in (*own[1:], None):
             plan = MixturePlan(layout(rows, changes, shards=shards, on_end=on_end), 5, 0, tail="keep")
-            batches = global_batches(
-                plan,
-                world_size=data.draw(st.integers(1, shards)),
-                global_batch_size=shards * data.draw(st.integers(1, 3)),
-                offset=len(seen),
-                parts=data.draw(PARTS),
-            )
+            batches = _rest_on_any_ranks(plan, shards, len(seen), data)
             taken = batches if following is None else batches[: data.draw(st.integers(0, len(batches)))]
             seen += [row for batch in taken for row in batch]
             if following is not None and len(seen) < plan.rows and len(seen) // shards > changes[-1][0]:

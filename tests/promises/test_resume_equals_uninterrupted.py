@@ -101,7 +101,7 @@ def _three_ranks(world: World, folder: str) -> None:
     _assert_equal(_train(world, f"{folder}/interrupted", [7, 9], config), reference)
 
 
-def test_three_ranks_whose_sums_depend_on_the_arrangement_of_buckets(tmp_path: Path) -> None:
+def test_three_ranks_whose_sums_depend_on_the_order_of_buckets(tmp_path: Path) -> None:
     run_on_ranks(_three_ranks, 3, str(tmp_path))
 
 

@@ -309,7 +309,7 @@ def _unlock_and_delete(folder: Path, descriptor: int | None) -> None:
 
 
 def _delete_abandoned() -> None:
-    """Delete the folders of processes that were killed before they could: nobody holds their lock."""
+    """Delete the folders of killed processes, whose locks the kernel has released."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             # A newer one may not have its lock yet.

@@ -72,16 +72,17 @@ class Staging:
         copy = Copy(dict(self._buffers), _Deferred(names, deferred, versions, copies), watched)
         device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
         if device is None:
-            self._copy_now(tensors, first)
+            self._copy_now(tensors, first, non_blocking=False)
         else:
             self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            copy.enqueue(self._stream, first=lambda: self._copy_now(tensors, first))
+            copy.enqueue(self._stream, first=lambda: self._copy_now(tensors, first, non_blocking=True))
         return copy
 
     @torch.no_grad()
-    def _copy_now(self, tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> None:
+    def _copy_now(self, tensors: Mapping[str, torch.Tensor], names: Sequence[str], *, non_blocking: bool) -> None:
         if names:
-            foreach_copy_([self._buffers[name] for name in names], [tensors[name] for name in names], non_blocking=True)
+            copies, sources = [self._buffers[name] for name in names], [tensors[name] for name in names]
+            foreach_copy_(copies, sources, non_blocking=non_blocking)
 
 
 def _allocate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -80,15 +80,15 @@ class _Sum(nn.Module):
         return total
 
 
-def arrange_buckets(model: ReplicatedModule) -> None:
-    """Let DDP arrange the buckets in which it reduces gradients before the first update instead of after it.
+def rebuild_buckets(model: ReplicatedModule) -> None:
+    """Let DDP rebuild the buckets in which it reduces gradients before the first update instead of after it.
 
-    DDP arranges them anew after the first backward pass of a process, in the order in which gradients came. The sums of
-    three or more ranks depend on the arrangement by rounding, so the first update after a restart would differ from
-    that of a run that was not interrupted. A backward pass through the sum of the parameters settles it for both.
+    DDP rebuilds them after the first backward pass of a process, in the order in which gradients came. The sums of
+    three or more ranks depend on the order by rounding, so the first update after a restart would differ from that of a
+    run that was not interrupted. A backward pass through the sum of the parameters settles it for both.
 
-    Every rank must call it. It leaves no gradients. Nothing is done where DDP never arranges anew
-    (`find_unused_parameters`), or where a hook of the user's would see the gradients.
+    Every rank must call this. It leaves no gradients. It does nothing where DDP never rebuilds its buckets
+    (`find_unused_parameters`), or where a user's hook would see the gradients.
     """
     trained = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
     if model.find_unused_parameters or any(has_gradient_hooks(each) for each in trained):

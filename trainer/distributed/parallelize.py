@@ -27,7 +27,7 @@ from ..errors import ConfigError
 from ..private_torch import compile_in_place, compiled_module
 from ..step.precision import cast_weights
 from .activation_checkpointing import wrap_checkpointed
-from .ddp import ReplicatedModule, arrange_buckets
+from .ddp import ReplicatedModule, rebuild_buckets
 from .dtensor import is_sharded, own_part, to_local
 from .fsdp import has_forward, shard_fully, sharded_roots, whole_parameters
 from .mesh import Mesh
@@ -101,7 +101,7 @@ def replicate(model: nn.Module, config: ParallelConfig, world: World, *, gradien
         find_unused_parameters=config.find_unused_parameters,
     )
     if world.size > 2:  # the sum of two is the same in any order
-        arrange_buckets(replicated)
+        rebuild_buckets(replicated)
     return replicated
 
 

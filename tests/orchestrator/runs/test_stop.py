@@ -85,7 +85,7 @@ def test_a_running_run_is_asked_in_its_folder(
     [
         ({"status": "completed", "steps": 10, "reason": "max_steps=10 reached"}, "completed after 10 steps (max_steps"),
         ({"status": "interrupted", "steps": 7, "reason": "Ctrl-C"}, "interrupted after 7 steps (Ctrl-C); to resume"),
-        ({"status": "interrupted", "reason": "Ctrl-C"}, "interrupted before its first checkpoint (Ctrl-C); to resume"),
+        ({"status": "interrupted", "reason": "Ctrl-C"}, "interrupted before an update was saved (Ctrl-C); to resume"),
     ],
 )
 def test_a_run_that_has_ended_is_left_alone(tmp_path: Path, changes: dict[str, Any], answer: str) -> None:

@@ -34,9 +34,12 @@ class BlockingRows(Rows):
 
     def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
         noise = torch.rand(6) + float(np.random.rand()) + random.random()
-        if row == ROW and self.block is not None:
+        if self.block is not None and self.blocks_in(row):
             self.block()
         return {**super().__getitem__(row), "x": self.x[row] + 0.01 * (noise + torch.rand(6))}
+
+    def blocks_in(self, row: int) -> bool:
+        return row == ROW
 
 
 class BlockingTrainer(TinyTrainer):

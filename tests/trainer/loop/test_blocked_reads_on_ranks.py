@@ -149,8 +149,11 @@ def test_all_ranks_save_and_stop_while_a_loader_blocks(
 class SaveAfter(Callback):
     """Requests a save in the update before the read that blocks, from which ranks learn it after the next only."""
 
+    def __init__(self, step: int) -> None:
+        self.step = step
+
     def on_step_end(self, trainer: Any) -> None:
-        if trainer.global_step == AT - 1 and trainer.world.is_main:
+        if trainer.global_step == self.step and trainer.world.is_main:
             trainer.request_save()
 
 
@@ -162,7 +165,7 @@ def _save(world: World, folder: str, blocked: list[int]) -> None:
             assert saved.event.wait(FOREVER_S), "nothing was saved while the loader blocked"
 
     data = Walk(world.rank, block if world.rank in blocked else None)
-    trainer = Reads(data, _config(), world, run_dir=f"{folder}/run", callbacks=[saved, SaveAfter()])
+    trainer = Reads(data, _config(), world, run_dir=f"{folder}/run", callbacks=[saved, SaveAfter(AT - 1)])
     assert trainer.fit().status == "completed"
     # Once: the request is not served again after the update.
     assert saved.steps == [AT - 1, 24]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import threading
 import time
@@ -11,35 +10,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from headway.trainer import Callback, CheckpointConfig, FitResult, World, private_torch
+from headway.trainer import CheckpointConfig, FitResult, World, private_torch
 from headway.trainer.loop.common_read import CommonRead
 from tests.distributed import run_on_ranks
-from tests.tiny import Rows, TinyConfig, TinyTrainer, weights
+from tests.tiny import TinyConfig, TinyTrainer, weights
+from tests.trainer.loop import test_blocked_reads as blocked_reads
+from tests.trainer.loop.test_blocked_reads_on_ranks import SaveAfter, Saved
 
 pytestmark = pytest.mark.filterwarnings("ignore:rank 0 has spent")
 
 AT, FOREVER_S = 4, 60.0
 
 
-class BlockingRows(Rows):
-    """Uses all generators of its process, and calls `block` in the middle of one batch of four rows."""
+class BlockingRows(blocked_reads.BlockingRows):
+    """Blocks in the middle of a batch of four rows, the same of each rank."""
 
-    def __init__(self, num_rows: int, block: Callable[[], None] | None) -> None:
-        super().__init__(num_rows)
-        self.block, self.num_read = block, 0
+    num_read = 0
 
-    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
-        noise = torch.rand(6) + float(np.random.rand()) + random.random()
+    def blocks_in(self, row: int) -> bool:
         self.num_read += 1
-        if self.num_read == 4 * AT + 2 and self.block is not None:
-            self.block()
-        return {**super().__getitem__(row), "x": self.x[row] + 0.01 * (noise + torch.rand(6))}
+        return self.num_read == 4 * AT + 2
 
 
 class Reads(TinyTrainer):
@@ -50,24 +45,6 @@ class Reads(TinyTrainer):
         rows = BlockingRows(48, None if self.in_validation else self.block)
         validation = BlockingRows(48, self.block if self.in_validation else None)
         return DataLoader(rows, batch_size=4, drop_last=True), DataLoader(validation, batch_size=4)
-
-
-class Saved(Callback):
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-        self.event = threading.Event()
-
-    def on_checkpoint_saved(self, trainer: Any, checkpoint: Any) -> None:
-        self.steps.append(checkpoint.step)
-        self.event.set()
-
-
-class SaveAfter(Callback):
-    """Requests a save in the update before the read that blocks, from which ranks learn it after the next only."""
-
-    def on_step_end(self, trainer: Any) -> None:
-        if trainer.global_step == AT and trainer.world.is_main:
-            trainer.request_save()
 
 
 def _config(**changes: Any) -> TinyConfig:
@@ -132,7 +109,7 @@ def test_a_stop_is_served_while_both_ranks_wait_for_the_same_batch(tmp_path: Pat
 
 def _save(world: World, folder: str) -> None:
     whole, saved = _whole(world), Saved()
-    trainer = Reads(_config(), world=world, run_dir=f"{folder}/run", callbacks=[saved, SaveAfter()])
+    trainer = Reads(_config(), world=world, run_dir=f"{folder}/run", callbacks=[saved, SaveAfter(AT)])
 
     def block() -> None:
         assert saved.event.wait(FOREVER_S), "nothing was saved while the loader blocked"
@@ -208,7 +185,7 @@ def test_ranks_serve_only_while_none_has_its_batch() -> None:
     assert not one.look(wants=False)
     assert two.look(wants=True)
     assert one.leave(), "its batch has come after the decision"
-    # Its batch is used now; the other finds nobody waiting.
+    # Its batch is used now; the other finds that no rank waits.
     assert not one.leave()
     assert not two.look(wants=True)
     assert not two.leave()

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ray import tune
+from ray.tune.search.repeater import TRIAL_INDEX
 
 from headway.trainer.callbacks.base import Callback
 from headway.trainer.checkpoints.store import read_checkpoint
@@ -65,7 +66,12 @@ def trainable(experiment: Experiment, *, metric: str | None = None) -> Any:
     """
     start, scaling = Start.of(experiment, ResumeOptions(accept_changes=True)), experiment.scaling
 
-    def train_trial(config: dict[str, Any]) -> None:
+    def train_trial(config: dict[str, Any], **parameters: Any) -> None:
+        if parameters:
+            raise ConfigError(
+                f"tune.with_parameters(trainable(...), {', '.join(parameters)}=...) has no effect on a run: set fields "
+                "of the experiment in param_space, and load large objects in the trainer's methods"
+            )
         run_trial(start, config, metric)
 
     def resources(config: dict[str, Any]) -> Any:
@@ -81,12 +87,17 @@ def run_trial(start: Start, config: Mapping[str, Any], metric: str | None) -> No
 
     Args:
         start: of the process that called `trainable`.
-        config: the trial's values at dotted paths.
+        config: the trial's values at dotted paths. The number of a repetition, from Ray Tune's `Repeater`, is added to
+            the seed.
         metric: a metric that each evaluation must have.
     """
     # Time for a trial that Ray Tune ends to save, where its process is used again.
     os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", "60")
-    experiment = start.enter(config)
+    values = dict(config)
+    repetition = values.pop(TRIAL_INDEX, 0)
+    experiment = start.enter(values)
+    if repetition:
+        experiment = replace(experiment, config=replace(experiment.config, seed=experiment.config.seed + repetition))
     trial = tune.get_context()
     experiment = replace(experiment, name=trial.get_trial_name(), storage=experiment.run_dir)
     _check_folder(experiment, trial.get_trial_id(), config)

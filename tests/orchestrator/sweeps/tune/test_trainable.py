@@ -12,6 +12,7 @@ import pytest
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler
 from ray.tune.search.optuna import OptunaSearch
+from ray.tune.search.repeater import TRIAL_INDEX
 
 from headway.orchestrator import Experiment, Run, checkpoint_path, trainable
 from headway.orchestrator.runs.pointer import Pointer, write_pointer
@@ -129,6 +130,22 @@ def test_a_trial_with_the_name_of_another_does_not_get_its_result(
     assert around.reports[-1]["step"] == 12
     # Population-based training gives a trial other values.
     around.train(ours, {"config.learning_rate": 0.3})
+
+
+def test_a_repetition_has_another_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    around, ours = Tune(monkeypatch), experiment(tmp_path, seed=7)
+    losses = []
+    for index in (0, 1):
+        around.name = around.trial_id = f"tiny_{index}"
+        around.train(ours, {"config.learning_rate": 0.1, TRIAL_INDEX: index})
+        assert Run(f"{ours.run_dir}/tiny_{index}").experiment().config.seed == 7 + index
+        losses.append(around.reports[-1]["validation/loss"])
+    assert losses[0] != losses[1]
+
+
+def test_parameters_that_no_run_takes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"with_parameters\(trainable\(\.\.\.\), table=\.\.\.\) has no effect"):
+        trainable(experiment(tmp_path))({}, table=[1, 2])
 
 
 def test_a_metric_that_no_evaluation_has_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

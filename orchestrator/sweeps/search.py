@@ -344,6 +344,11 @@ class Search:
                     f"When cannot be used with {_class_of(algorithm)}, which searches all axes in every trial: use "
                     "algorithm='random' or 'tpe'"
                 )
+            if _is_from(algorithm, "ray.tune.search.repeater"):
+                raise ConfigError(
+                    "algorithm=Repeater(...) would repeat trials of a sweep with the same seed: use it in a Tuner of "
+                    "trainable(experiment), which gives each repetition another seed"
+                )
             return
         if _is_from(algorithm, "ray.tune.search.search_algorithm"):
             raise ConfigError(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, HyperBandScheduler
-from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
+from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Repeater, Searcher
 from ray.tune.search.optuna import OptunaSearch
 from rich.console import Console
 
@@ -165,6 +165,8 @@ def test_a_searcher_that_waits_for_nothing_ends_the_sweep(tmp_path: Path) -> Non
 def test_what_a_searcher_cannot_do_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="When cannot be used with OptunaSearch"):
         Search(space={WIDTH: [4, 8], RATE: When(WIDTH, 4, Uniform(0, 1))}, algorithm=OptunaSearch())
+    with pytest.raises(ConfigError, match=r"algorithm=Repeater\(\.\.\.\) would repeat trials of a sweep with the same"):
+        Search(space=SPACE, algorithm=Repeater(OptunaSearch(), repeat=2))
     with pytest.raises(ConfigError, match="algorithm must be a Searcher, got a BasicVariantGenerator"):
         Search(space=SPACE, algorithm=BasicVariantGenerator())
     with pytest.raises(ConfigError, match=r"or an object with suggest\(index, tried\), got <object"):

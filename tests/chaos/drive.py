@@ -419,7 +419,8 @@ class _Life:
     def _send(self, number: int, ranks: list[int]) -> None:
         for rank in ranks:
             if self._processes[rank].is_alive():
-                os.kill(self._processes[rank].pid, number)
+                with contextlib.suppress(ProcessLookupError):  # it may have ended since
+                    os.kill(self._processes[rank].pid, number)
 
     def _limit(self, ranks: list[int], size_bytes: int) -> None:
         """Limit the size of files of these processes: writes beyond it fail, as on a full disk."""

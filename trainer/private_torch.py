@@ -159,12 +159,12 @@ def chunk_of(tensor: DTensor) -> tuple[Sequence[int], Sequence[int]]:
 
 
 def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Set the timeout of a process group's later collectives; without the function, warn that it stays as it is.
+    """Set the timeout of a process group's later collectives; without a function for it, warn that it stays as it is.
 
-    Source: torchtitan calls the same private function after its first step, in `set_pg_timeouts` of
-    torchtitan/distributed/utils.py at cfb9326; torch has no public function for it.
+    Public in torch since 2.14. Source for torch before that: torchtitan calls the same private function after its first
+    step, in `set_pg_timeouts` of torchtitan/distributed/utils.py at cfb9326.
     """
-    function = getattr(distributed_c10d, "_set_pg_timeout", None)
+    function = getattr(dist, "set_timeout", None) or getattr(distributed_c10d, "_set_pg_timeout", None)
     if function is None:
         warnings.warn(
             "this torch cannot change the timeout of a process group: parallel.step_timeout has no effect",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import datetime
 import multiprocessing
 import re
 from collections.abc import Iterator
@@ -142,8 +143,16 @@ def test_the_part_of_a_rank_is_told_by_torch_or_computed() -> None:
 def test_a_torch_that_cannot_change_timeouts_is_told_once_and_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     assert callable(distributed_c10d._set_pg_timeout)
     monkeypatch.delattr(distributed_c10d, "_set_pg_timeout")
+    monkeypatch.delattr(dist, "set_timeout", raising=False)
     with pytest.warns(UserWarning, match=r"parallel\.step_timeout has no effect"):
         private_torch.set_group_timeout(None, 5.0)  # type: ignore[arg-type]
+
+
+def test_the_public_function_for_timeouts_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_to: list[Any] = []
+    monkeypatch.setattr(dist, "set_timeout", lambda *args: set_to.append(args), raising=False)
+    private_torch.set_group_timeout("group", 5.0)  # type: ignore[arg-type]
+    assert set_to == [(datetime.timedelta(seconds=5), "group")]
 
 
 def test_modules_of_torch_are_compiled_in_place_and_their_wrappers_are_seen_through() -> None:

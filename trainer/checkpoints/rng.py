@@ -33,7 +33,7 @@ def seed_everything(seed: int, *, rank: int | Literal["common"], step: int = 0) 
 
 
 def seed_for(seed: int, *purpose: str | int) -> None:
-    """Seed the same generators for one purpose, independent of the rank; for exact mode.
+    """Seed the same generators for one purpose, independent of the rank.
 
     Args:
         seed: the run's seed.
@@ -175,6 +175,12 @@ def preserve_rng() -> Iterator[None]:
         yield
     finally:
         generators.load_state_dict(before)
+
+
+def equal_states(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two states of a `RngState` are equal."""
+    others = one.keys() - {"python", "numpy"}
+    return _have_equal_slow(one, other) and all(torch.equal(one[name], other[name]) for name in others)
 
 
 def _have_equal_slow(one: dict[str, Any], other: dict[str, Any]) -> bool:

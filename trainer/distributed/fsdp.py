@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ..config import ParallelConfig, Precision
@@ -28,6 +29,7 @@ from .world import World
 
 _CHANGE_NO_VALUES = ("requires_grad_", "share_memory_")
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_IN_OPTIMIZER = "raised by "
 _FRAMES_OF_A_CALL = 10  # from a hook of a module to what has called the module
 _DATA_ASSIGNED = (
     "parameter.data = value has no effect on a sharded parameter: change it in place, such as by "
@@ -159,15 +161,15 @@ def reduce_unused(models: Iterable[nn.Module]) -> None:
 
 
 def _not_shardable(unit: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters of a unit that cannot be sharded: scalars, complex ones, and unlike dtypes in one module.
+    """Return the parameters of a unit that cannot be sharded: scalars, empty and complex ones, and unlike dtypes.
 
-    Adam updates a complex `DTensor` through a copy, and leaves it as it is.
+    Adam updates a complex `DTensor` through a copy, and leaves it as it is. Dtypes are compared within a module.
     """
     found: set[nn.Parameter] = set()
     for module in unit.modules():
         own = [parameter for parameter in module.parameters(recurse=False) if not isinstance(parameter, DTensor)]
-        shardable = [parameter for parameter in own if parameter.dim() and not parameter.is_complex()]
-        found.update(p for p in own if not shardable or p.dtype != shardable[0].dtype or not p.dim())
+        shardable = [p for p in own if p.dim() and p.numel() and not p.is_complex()]
+        found.update(p for p in own if not shardable or p.dtype != shardable[0].dtype or not p.dim() or not p.numel())
     return found
 
 
@@ -233,6 +235,21 @@ def _refuse_functional_call(*_: Any) -> None:
         frame = frame.f_back
 
 
+def buffers_to_sync(models: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """Return the buffers of sharded models, which DDP would broadcast from the main rank before a forward pass.
+
+    A rank that changed its own, such as the codebook of a VQ-VAE, would otherwise train with other values than the
+    main rank, whose values a checkpoint has. As with DDP, not those that a forward pass replaces by other tensors.
+    """
+    return [
+        buffer
+        for model in models
+        if sharded_roots(model)
+        for buffer in model.buffers()
+        if not isinstance(buffer, DTensor)
+    ]
+
+
 def sync_buffers(model: nn.Module, world: World) -> None:
     """Overwrite the saved buffers of a sharded model, such as running means, by the main rank's, as DDP does.
 
@@ -247,7 +264,7 @@ def sync_buffers(model: nn.Module, world: World) -> None:
 
 def add_shard_advice(error: BaseException) -> None:
     """Add a note to torch's errors about weights of a sharded model that are not gathered."""
-    if not isinstance(error, RuntimeError):
+    if not isinstance(error, RuntimeError) or any(_IN_OPTIMIZER in note for note in getattr(error, "__notes__", ())):
         return
     if "mixed torch.Tensor and DTensor" in str(error):
         error.add_note(
@@ -260,6 +277,14 @@ def add_shard_advice(error: BaseException) -> None:
             "under FSDP2 a backward pass frees the gathered weights, so that it cannot be differentiated again "
             "(create_graph=True): use parallel.strategy='ddp'"
         )
+
+
+def add_optimizer_advice(error: Exception, optimizer: Optimizer) -> None:
+    """Add a note to an error of an optimizer that steps sharded parameters."""
+    error.add_note(
+        f"{_IN_OPTIMIZER}{type(optimizer).__name__}.step(), whose parameters, gradients and state are shards (DTensor) "
+        "under FSDP2: if it does not support them, use parallel.strategy='ddp' or another optimizer"
+    )
 
 
 class RefuseLostChanges(TorchFunctionMode):

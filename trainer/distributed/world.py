@@ -289,6 +289,17 @@ class World:
             dist.broadcast(tensor, group_src=0, group=self.group)
         return tensor
 
+    def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrite tensors with rank 0's, in place, in few messages. Same shapes and dtypes on every rank."""
+        if self.size == 1:
+            return
+        for alike in _buckets(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+            dist.broadcast(flat, group_src=0, group=self.group)
+            if not self.is_main:
+                parts = flat.split([tensor.numel() for tensor in alike])  # type: ignore[no-untyped-call]
+                foreach_copy_(alike, [part.view_as(tensor) for part, tensor in zip(parts, alike, strict=True)])
+
     def all_gather_object(self, value: T) -> list[T]:
         """Return every rank's value, in rank order, on every rank; must be picklable. For rare, small values."""
         if self.size == 1:

@@ -44,6 +44,7 @@ class ExactStep(OptimizerStep):
         super().__init__(ctx, steps, metrics)
         self.logged = logged
         self._isolation = None
+        self._rng = None  # all ranks have the same random state between two parts
         self._num_shards = data.num_shards
         self._inside_part = False
         self._combining_s = 0.0

@@ -18,6 +18,7 @@ from ..distributed.world import World
 from ..errors import ConfigError, DataError, StepError
 from ..exact.numerics import Numerics
 from ..metrics.reductions import Reduce
+from ..step.evaluation_weights import evaluation_weights
 from ..step.precision import autocast
 from .blocked_reads import BlockedReads
 from .by_source import add_by_source
@@ -254,7 +255,11 @@ def evaluating(ctx: RunContext) -> Iterator[None]:
     mode, before = ctx.mode, (ctx.mode.training, ctx.mode.before)
     mode.training, mode.before = False, mode.before or modes
     try:
-        with torch.no_grad(), ctx.callbacks.evaluation_context():
+        with (
+            torch.no_grad(),
+            evaluation_weights(ctx.optimizers.values(), lambda: reshard(ctx.models.values())),
+            ctx.callbacks.evaluation_context(),
+        ):
             yield
     finally:
         reshard(ctx.models.values())

@@ -25,6 +25,7 @@ from ..metrics.reductions import Reduce
 from ..metrics.train_log import Recorder
 from ..result import FitResult
 from ..setup.compile_cache import UPDATES_BEFORE_SAVE, CompileCache
+from ..step.evaluation_weights import set_training_mode
 from ..step.precision import autocast
 from .blocked_reads import BlockedReads
 from .by_source import add_by_source
@@ -170,6 +171,7 @@ class Loop:
     def start(self) -> bool:
         """Prepare for the first update, and return whether anything is left to train."""
         self._state.begin_without_restore()
+        set_training_mode(self._ctx.optimizers.values())
         self._assigned_data = AssignedData(self._ctx.models)
         if self._checks_changes:
             self._first_checks = RefuseLostChanges(self._ctx.models.values())

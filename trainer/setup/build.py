@@ -36,6 +36,7 @@ from ..loop.run_state import versions
 from ..loop.steps import Steps
 from ..loop.timing import Activity, Phase
 from ..private_torch import inner_schedulers
+from ..step.evaluation_weights import set_training_mode
 from ..step.lr_stepping import Interval
 from ..trackers.base import Tracker
 from . import weight_init
@@ -377,6 +378,36 @@ def _check_inner_optimizers(name: str, optimizer: Optimizer) -> None:
         )
 
 
+def _check_state_dict(name: str, optimizer: Optimizer) -> None:
+    """Check that the state dict of an optimizer has the form of torch's, in which Headway finds the parameters.
+
+    Raises:
+        ConfigError: it has another.
+    """
+    if type(optimizer).state_dict is Optimizer.state_dict:
+        return
+    keys = list(optimizer.state_dict())
+    if missing := [key for key in ("state", "param_groups") if key not in keys]:
+        raise ConfigError(
+            f"self.{name} is a {type(optimizer).__name__}, whose state_dict() has {', '.join(map(str, keys))}, but no "
+            f"{' and no '.join(map(repr, missing))}, as that of torch.optim.Optimizer has, so that a checkpoint could "
+            "not name its parameters: use another optimizer, override state_dict() and load_state_dict(), or train "
+            "without run_dir"
+        )
+
+
+def _check_optimizers_of_other_classes(program: Program) -> None:
+    """Raise for an attribute that is used like an optimizer, but is none for torch: Headway would not step it."""
+    for name, each in vars(program).items():
+        looks = all(hasattr(each, attribute) for attribute in ("step", "zero_grad", "param_groups"))
+        if looks and not isinstance(each, (Optimizer, type)):
+            raise ConfigError(
+                f"self.{name} is a {type(each).__name__}, which has step() and param_groups, but is no "
+                "torch.optim.Optimizer, so that Headway would neither step nor save it: use an optimizer that is one, "
+                "or derive the class from it"
+            )
+
+
 def make_optimizers(program: Program, ctx: RunContext, *, evaluates: bool, total_steps: int | None) -> None:
     """Create optimizers and schedulers over the models' parameters.
 
@@ -394,6 +425,8 @@ def make_optimizers(program: Program, ctx: RunContext, *, evaluates: bool, total
     collect(program, returned, "configure_optimizers", {"optimizer": Optimizer, "scheduler": LRScheduler})
     ctx.optimizers.clear()
     ctx.optimizers.update(_attributes(program, Optimizer))
+    _check_optimizers_of_other_classes(program)
+    set_training_mode(ctx.optimizers.values())
     for name, optimizer in ctx.optimizers.items():
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
@@ -403,6 +436,7 @@ def make_optimizers(program: Program, ctx: RunContext, *, evaluates: bool, total
             )
         if ctx.run_dir is not None:
             _check_inner_optimizers(name, optimizer)
+            _check_state_dict(name, optimizer)
         # Raises now rather than at the first save: parameters of no model are neither averaged nor saved.
         OptimizerState(ctx.models, name, optimizer)
     ctx.lr_stepping.use(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,14 @@ from torch.optim import Optimizer
 from ..data.protocols import GlobalBatch
 from ..data.tree import map_tensors, move
 from ..distributed.ddp import ReplicatedModule
-from ..distributed.fsdp import reduce_unused, sharded_roots, units_of, whole_parameters
+from ..distributed.fsdp import (
+    add_optimizer_advice,
+    buffers_to_sync,
+    reduce_unused,
+    sharded_roots,
+    units_of,
+    whole_parameters,
+)
 from ..distributed.parallelize import without_gradient_sync
 from ..errors import ConfigError, StepError
 from ..loop.context import RunContext
@@ -46,6 +53,7 @@ from .gradients import (
 from .multi_optimizer import GradientIsolation
 from .nonfinite import AsyncScalar, NonFiniteGuard, skipping
 from .nonfinite_report import NonFiniteReport
+from .optimizer_rng import OptimizerRng
 from .precision import autocast, loss_scaler, without_autocast
 
 HOST_READABLE = ("cpu",)
@@ -119,6 +127,7 @@ class OptimizerStep:
         )
         self._sharded = {name: model for name, model in self._models.items() if sharded_roots(model)}
         self._units = units_of(self._sharded.values())
+        self._buffers_to_sync = buffers_to_sync(self._sharded.values())
         self._whole = {parameter for model in self._sharded.values() for parameter in whole_parameters(model)}
         if ctx.config.parallel.find_unused_parameters:
             reduce_unused(self._sharded.values())
@@ -127,6 +136,7 @@ class OptimizerStep:
             get_gradient_edge(parameter) for parameter in _trainable(self._optimizers)
         ]
         self._in_user_step = False
+        self._rng = OptimizerRng(self._optimizers, ctx.config.seed) if ctx.world.size > 1 else None
         for name, optimizer in ctx.optimizers.items():
             optimizer.register_step_pre_hook(partial(self._refuse_other_steps, name))
         self.stepping: Sequence[Optimizer] = ()
@@ -382,6 +392,9 @@ class OptimizerStep:
         """Yield each micro-batch with its number, within hooks, weights and gradient synchronization."""
         callbacks, progress, isolation = self._callbacks, self._ctx.progress, self._isolation
         self._begin_attempt()
+        if self._buffers_to_sync:
+            with torch.no_grad():
+                self._world.broadcast_tensors(self._buffers_to_sync)
         if isolation is not None:
             isolation.begin_update()
         last = len(self._micro_batches) - 1
@@ -574,11 +587,17 @@ class OptimizerStep:
         rates = [_snapshot_rate(group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups]
         in_user_step, self._in_user_step = self._in_user_step, False
         for optimizer in optimizers:
-            if not_finite is None:
-                optimizer.step()
-            else:
-                with skipping(optimizer, not_finite):
+            try:
+                with ExitStack() as stack:
+                    if not_finite is not None:
+                        stack.enter_context(skipping(optimizer, not_finite))
+                    if self._rng is not None:
+                        stack.enter_context(self._rng.alike(optimizer, self._ctx.progress.step))
                     optimizer.step()
+            except Exception as error:
+                if self._sharded:
+                    add_optimizer_advice(error, optimizer)
+                raise
         self._in_user_step = in_user_step
         if not_finite is not None and arrival is not None and not math.isfinite(value := arrival.wait()):
             return self._reject(optimizers, norm, value)

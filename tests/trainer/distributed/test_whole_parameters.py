@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,24 +14,27 @@ from torch.distributed.tensor import DTensor
 from headway.trainer import ConfigError, StepError, World, optimizers
 from headway.trainer.distributed.dtensor import unwrap
 from tests.distributed import run_on_ranks
-from tests.tiny import TinyTrainer, weights
+from tests.tiny import StopAt, TinyTrainer, weights
 from tests.trainer.distributed.test_parallelize import _config
 
 ALONE = World.single("cpu")
 
 
 class Scaled(nn.Module):
-    """A learned scalar, as CLIP's temperature; a module with two dtypes; and a block with its own scalar."""
+    """A learned scalar, as CLIP's temperature; an empty parameter, as `cls_token` of vit-pytorch; a module with two
+    dtypes; and a block with its own scalar.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.filter = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+        self.token = nn.Parameter(torch.ones(0, 6))
         self.blocks = nn.ModuleList(Gated() for _ in range(2))
         self.last = nn.Linear(6, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=6)
+        x = torch.fft.irfft(torch.fft.rfft(torch.cat([self.token, x])) * self.filter, n=6)
         for block in self.blocks:
             x = block(x)
         return self.last(x) * self.scale.exp()
@@ -76,7 +81,7 @@ def _train_scaled(world: World) -> dict[str, Any]:
 def test_parameters_that_fsdp_cannot_shard_stay_whole_and_are_trained() -> None:
     for rank in run_on_ranks(_train_scaled, 2):
         whole = {name for name, is_sharded in rank["fsdp"]["sharded"].items() if not is_sharded}
-        assert whole == {"scale", "filter", "blocks.0.gate", "blocks.1.gate"}
+        assert whole == {"scale", "filter", "token", "blocks.0.gate", "blocks.1.gate"}
         for name in ("fsdp", "offloaded"):
             torch.testing.assert_close(rank[name]["weights"], rank["ddp"]["weights"], atol=1e-6, rtol=1e-5)
             assert rank[name]["norm"] == pytest.approx(rank["ddp"]["norm"], rel=1e-5)
@@ -187,3 +192,45 @@ def _fused_of_scaled(world: World) -> bool:
     trainer = HasAdamw(_config(strategy="fsdp"), world=world)
     trainer.fit()
     return bool(trainer.optimizer.defaults["fused"])
+
+
+class Codebook(nn.Module):
+    """As a VQ-VAE whose codes follow the rows of a rank: without the same codes, ranks train different models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.register_buffer("codes", torch.randn(8, 6))
+        self.register_buffer("count", torch.zeros(8, dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.encoder(x)
+        nearest = torch.cdist(x, self.codes).argmin(1)
+        if self.training:
+            with torch.no_grad():
+                self.codes.index_add_(0, nearest, x, alpha=0.1)
+                self.count.index_add_(0, nearest, torch.ones_like(nearest))
+        return self.last(x + self.codes[nearest].detach())
+
+
+class Quantizes(TinyTrainer):
+    def configure_models(self) -> None:
+        self.model = Codebook()
+
+
+def _quantize(world: World, folder: str) -> list[dict[str, torch.Tensor]]:
+    found = []
+    for name in ("ddp", "fsdp"):
+        config = replace(_config(strategy=name), max_steps=6)
+        found.append(weights_of(Quantizes(config, world=world)))
+        stops = Quantizes(config, world=world, run_dir=f"{folder}/{name}", callbacks=[StopAt(3)])
+        stops.fit()
+        found.append(weights_of(Quantizes(config, world=world, run_dir=f"{folder}/{name}")))
+    return found
+
+
+def test_buffers_that_ranks_change_are_the_main_ranks_in_each_update(tmp_path: Path) -> None:
+    for replicated, replicated_again, sharded, sharded_again in run_on_ranks(_quantize, 2, str(tmp_path)):
+        torch.testing.assert_close(replicated_again, replicated, atol=0, rtol=0)
+        torch.testing.assert_close(sharded_again, sharded, atol=0, rtol=0)
+        torch.testing.assert_close(sharded, replicated)

@@ -131,6 +131,8 @@ def _to_array(name: str, column: pa.Array) -> npt.NDArray[Any]:
         return flat.reshape(len(column), *shape) if shape else flat
     if pa.types.is_dictionary(column.type):
         return _to_array(name, column.dictionary_decode())
+    if is_list_view(column.type):
+        return _to_array(name, column.cast(pa.large_list(column.type.value_type)))
     if pa.types.is_fixed_size_list(column.type) and not column.null_count and _is_numeric(column.type.value_type):
         return _to_array(name, column.flatten()).reshape(
             len(column), column.type.list_size, *_inner(column.flatten().type)
@@ -145,7 +147,13 @@ def _to_array(name: str, column: pa.Array) -> npt.NDArray[Any]:
             )
         array: npt.NDArray[Any] = column.to_numpy(zero_copy_only=False)
         return array
-    return to_objects(column.to_pylist())
+    try:
+        return to_objects(column.to_pylist())
+    except (OverflowError, ValueError) as error:
+        raise DataError(
+            f"column {name!r} ({column.type}) has values that Python has no objects for: {error}. Convert it when you "
+            "prepare the data, or leave it out with columns=[...]"
+        ) from error
 
 
 def _unpickled(column: pa.Array) -> npt.NDArray[Any]:
@@ -174,12 +182,17 @@ def _lists(name: str, column: pa.Array) -> npt.NDArray[Any]:
     return to_objects([_to_array(name, each.values) if each.is_valid else None for each in column])
 
 
+def is_list_view(kind: pa.DataType) -> bool:
+    """Return whether values of this Arrow type are lists that need not be in the order of their rows."""
+    return bool(pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind))
+
+
 def _is_list(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def _is_numeric(kind: pa.DataType) -> bool:
-    if _is_list(kind):
+    if _is_list(kind) or is_list_view(kind):
         return _is_numeric(kind.value_type)
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
 

@@ -21,6 +21,24 @@ Suffixes: TypeAlias = tuple[str, ...]
 
 SUFFIXES: Suffixes = (".parquet", ".pq", ".parq")
 
+_READERS: dict[Suffixes, str] = {
+    SUFFIXES: "Read Parquet with Parquet(path)",
+    (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson"): "Read JSON Lines with JsonLines(path)",
+    (".json", ".json.gz"): "Name the files if each line is an object, as in JsonLines('data/*.json')",
+    (".tar", ".tar.gz", ".tgz", ".tar.zst"): "Read tars with WebDataset(path)",
+    (".csv", ".tsv", ".csv.gz", ".tsv.gz"): (
+        "Read CSV with HuggingFace(datasets.Dataset.from_csv(path)), or convert it to Parquet with pandas or polars"
+    ),
+    (".arrow",): "Read a folder of save_to_disk with HuggingFace(datasets.load_from_disk(path))",
+    (".jpg", ".jpeg", ".png", ".gif", ".webp", ".tif", ".tiff"): "Read images with Images(path)",
+    (".txt", ".md"): "Convert text with `headway data prepare`",
+    (".npy", ".npz", ".bin", ".h5", ".hdf5", ".mdb", ".db", ".sqlite", ".pt", ".pkl"): (
+        "Read such files with a torch Dataset of your own, in a DataLoader"
+    ),
+    (".xz", ".bz2"): "Compress it with gzip or Zstandard",
+}
+"""What reads the files of each ending."""
+
 PREPARING = "preparing.json"
 """The file in a folder that `headway data prepare` has not finished."""
 
@@ -68,6 +86,8 @@ def find(path: str, *, suffixes: Suffixes = SUFFIXES) -> list[Found]:
             raise DataError(f"no file matches {path}, and no folder with {' or '.join(suffixes)} files")
     except OSError as error:
         raise DataError(f"cannot read {path}: {type(error).__name__}: {error}") from error
+    if "{" in inner:
+        raise DataError(f"{path} does not exist, because braces are not expanded: use * instead, or a list of paths")
     parent = posixpath.dirname(inner.rstrip("/"))
     there = (
         sorted(posixpath.basename(each.rstrip("/")) for each in fs.ls(parent, detail=False)) if fs.isdir(parent) else []
@@ -149,7 +169,7 @@ def _matching(fs: Any, pattern: str, suffixes: Suffixes) -> list[str]:
         if fs.isfile(match):
             files.append(match)
         elif posixpath.basename(match.rstrip("/"))[:1] not in "._":
-            files += [each for each in _visible_in(fs, match) if each.endswith(suffixes)]
+            files += [each for each in _visible_in(fs, match) if each.lower().endswith(suffixes)]
     return list(dict.fromkeys(files))  # `**` matches a folder and also its contents
 
 
@@ -168,10 +188,18 @@ def _files_in(fs: Any, folder: str, shown: str, suffixes: Suffixes) -> list[str]
             f"{posixpath.dirname(unfinished[0])} is not complete: it is being prepared, or this was interrupted. Wait "
             "for it, run the same `headway data prepare` again, or delete it"
         )
-    if files := [each for each in visible if each.endswith(suffixes)]:
+    if files := [each for each in visible if each.lower().endswith(suffixes)]:
         return files
     there = ", ".join(sorted(posixpath.relpath(each, folder) for each in visible)[:5])
-    advice = ". `headway data prepare` converts text to Parquet" if suffixes == SUFFIXES else ""
+    advice = next(filter(None, (advice_for(each, suffixes) for each in sorted(visible))), "")
     raise DataError(
         f"the folder {shown} has no file that ends in {', '.join(suffixes)}; there is: {there or 'nothing'}{advice}"
     )
+
+
+def advice_for(name: str, suffixes: Suffixes) -> str:
+    """Return what reads a file that a format of these suffixes cannot, by its ending; "" if that is unknown."""
+    if name.lower().endswith(suffixes):
+        return ""
+    advice = next((advice for endings, advice in _READERS.items() if name.lower().endswith(endings)), None)
+    return "" if advice is None else f". {advice}"

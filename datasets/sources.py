@@ -17,9 +17,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from .arrow import is_list_view
 from .cache import Cache, Cached, cached_files, check_fits
 from .errors import DataError
-from .paths import Found, Paths, absolute, find_all, name_files, nearest
+from .paths import SUFFIXES, Found, Paths, absolute, advice_for, find_all, name_files, nearest
 from .row_groups import RowGroup
 
 _FOOTER_GUESS_BYTES = 64 * 1024
@@ -191,7 +192,8 @@ def _read_footer(found: Found) -> tuple[pq.FileMetaData, int, str]:
             file.seek(max(0, size - _FOOTER_GUESS_BYTES))
             tail = file.read()
             if size < 12 or tail[-4:] != b"PAR1":
-                raise DataError(f"{path} is not a Parquet file: it does not end with PAR1")
+                why = "it does not end with PAR1" if size else "it is empty; remove it"
+                raise DataError(f"{path} is not a Parquet file: {why}{advice_for(path, SUFFIXES)}")
             length = int.from_bytes(tail[-8:-4], "little") + 8
             if length > min(len(tail), size):
                 file.seek(max(0, size - length))
@@ -232,11 +234,11 @@ def _canonical_type(kind: pa.DataType) -> pa.DataType:
     """Return one type for all types that are read as the same values, e.g. string for large_string."""
     if pa.types.is_dictionary(kind):
         return _canonical_type(kind.value_type)
-    if pa.types.is_large_string(kind):
+    if pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
         return pa.string()
-    if pa.types.is_large_binary(kind):
+    if pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
         return pa.binary()
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or is_list_view(kind):
         return pa.list_(_canonical_type(kind.value_type))
     if pa.types.is_struct(kind):
         return pa.struct([(field.name, _canonical_type(field.type)) for field in kind])
@@ -251,6 +253,11 @@ def _select(path: str, schema: pa.Schema, columns: Sequence[str] | None) -> pa.S
     if isinstance(columns, str) or not columns:
         raise DataError(f"columns must be a list of names, or None for all, got {columns!r}")
     for name in columns:
+        if name not in schema.names and f"/{name}=" in path:
+            raise DataError(
+                f"{path} has no column {name!r}, only a folder of that name, and folder names do not become columns: "
+                "write it into the files, or leave it out"
+            )
         if name not in schema.names:
             raise DataError(f"{path} has no column {name!r}; {nearest(name, schema.names)}")
     return pa.schema([field for field in schema if field.name in columns])

@@ -27,7 +27,7 @@ from ..plan import permutation
 from .base import OnBadRow, check_options
 from .index_cache import FOLDER, Index, cached_index
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif", ".jfif")
 _FRAGMENT_ROWS = 16
 # Files that are checked at a time while the index is built.
 _CHECKED_AT_A_TIME = 1024
@@ -70,6 +70,8 @@ class Images:
 
     def __post_init__(self) -> None:
         check_options(self.classes, self.on_bad_row, "classes")
+        if not isinstance(self.path, str | os.PathLike):
+            raise DataError(f"path must be one folder, got {self.path!r}; mix several in a Mixture")
         object.__setattr__(self, "path", absolute(self.path)[0])
 
     def open(self) -> ImageSource:
@@ -441,7 +443,7 @@ def _decode(file: Any, mode: str) -> npt.NDArray[Any]:
         with Image.open(file) as image:
             return np.asarray(image.convert(mode))
     except Exception as error:  # Pillow's plugins raise many types
-        raise DataError(f"{type(error).__name__}: {error}") from error
+        raise DataError(_why_undecodable(error)) from error
 
 
 def _header(file: Any, *, decode: bool) -> tuple[int, str]:
@@ -458,4 +460,12 @@ def _header(file: Any, *, decode: bool) -> tuple[int, str]:
                 image.load()
             return image.width * image.height, image.mode
     except Exception as error:
-        raise DataError(f"{type(error).__name__}: {error}") from error
+        raise DataError(_why_undecodable(error)) from error
+
+
+def _why_undecodable(error: Exception) -> str:
+    from PIL import UnidentifiedImageError
+
+    # Its message names the Python object that was read.
+    unknown = isinstance(error, UnidentifiedImageError)
+    return f"{type(error).__name__}: {'Pillow does not know its format' if unknown else error}"

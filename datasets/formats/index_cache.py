@@ -5,19 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fsspec
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from ..errors import DataError
 from ..locking import locked
 from ..paths import Found, PathLike
 
 FOLDER = ".headway-index"
+
+COMPRESSED = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd"}
+"""The codec of a compressed file, by its ending."""
+
 _SAMPLE_BYTES = 4096
 
 
@@ -96,6 +103,36 @@ def cached_file(path: Path, make: Callable[[Path], None]) -> Path:
             f"cannot write the index {path} ({error.strerror or error}): set index to a folder that can be written"
         ) from error
     return path
+
+
+def codec_of(path: str) -> str | None:
+    """Return the codec of a compressed file, by its name; None for others."""
+    return next((codec for suffix, codec in COMPRESSED.items() if path.lower().endswith(suffix)), None)
+
+
+def decompressed(found: Found, path: Path) -> Found:
+    """Return a file as it is if its name is not that of a compressed one; otherwise what it holds, stored at `path`.
+
+    Raises:
+        DataError: the file is damaged, or `path` cannot be written.
+    """
+    codec = codec_of(found.path)
+    if codec is None:
+        return found
+
+    def write(temporary: Path) -> None:
+        try:
+            with (
+                open_file(found) as raw,
+                pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), codec) as data,
+                temporary.open("wb") as file,
+            ):
+                shutil.copyfileobj(data, file, 2**20)
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(f"{found.path} is not a complete {codec} file: {error}") from error
+
+    local = str(cached_file(path, write))
+    return Found(local, fsspec.filesystem("file"), local)
 
 
 def cached_index(path: Path, make: Callable[[], Index]) -> Index:

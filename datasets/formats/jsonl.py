@@ -10,29 +10,35 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import shutil
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from ..arrow import Rows, to_objects
 from ..cache import Cache, Cached, cached_files, check_fits, entry_name, open_data
 from ..errors import DataError
-from ..paths import Found, PathLike, Paths, absolute, find_all, name_files, nearest
+from ..paths import Found, PathLike, Paths, absolute, advice_for, find_all, name_files, nearest
 from .base import OnBadRow, check_options
-from .index_cache import Index, cached_file, cached_index, index_folder, open_file, path_for
+from .index_cache import Index, cached_index, decompressed, index_folder, open_file, path_for
 
-COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
-SUFFIXES = tuple(f"{each}{zipped}" for each in (".jsonl", ".ndjson") for zipped in ("", *COMPRESSED))
+SUFFIXES = tuple(f"{each}{zipped}" for each in (".jsonl", ".ndjson") for zipped in ("", ".gz", ".zst"))
 # A fragment ends at the first of these.
 _FRAGMENT_ROWS, _FRAGMENT_BYTES = 1024, 2**20
+# How files begin that are no lines of text, and what to do.
+_NO_TEXT = {
+    b"\x1f\x8b": "it is compressed with gzip, so its name must end in .gz",
+    b"\x28\xb5\x2f\xfd": "it is compressed with Zstandard, so its name must end in .zst",
+    b"BZh": "it is compressed with bzip2; use gzip or Zstandard",
+    b"\xfd7zXZ": "it is compressed with xz; use gzip or Zstandard",
+    b"\xff\xfe": "it is in UTF-16; convert it to UTF-8",
+    b"\xfe\xff": "it is in UTF-16; convert it to UTF-8",
+    b"PAR1": "it is a Parquet file; read it with Parquet(path)",
+}
 _INT64 = range(-(2**63), 2**63)
 
 
@@ -83,7 +89,10 @@ class JsonLines:
         if bad and self.on_bad_row == "raise":
             name, line, why = bad[0]
             more = f", and {len(bad) - 1} more lines like it" if len(bad) > 1 else ""
-            raise DataError(f"line {line} of {name} is not a row: {why}{more}. Mend it, or set on_bad_row='skip'")
+            advice = advice_for(name, (*SUFFIXES, ".json", ".json.gz"))
+            raise DataError(
+                f"line {line} of {name} is not a row: {why}{more}. Mend it, or set on_bad_row='skip'{advice}"
+            )
         if not any(len(file.arrays["rows"]) for file in files):
             raise DataError(f"{self} has no rows")
         lengths = [int(file.arrays["length"].max(initial=0)) for file in files if file.cached]
@@ -92,12 +101,10 @@ class JsonLines:
 
     def _open_file(self, found: Found, name: str, cached: Cached | None) -> LineFile:
         folder = index_folder(found, self.index)
-        path = found.path
-        if codec := next((codec for suffix, codec in COMPRESSED.items() if path.endswith(suffix)), None):
-            path = str(cached_file(path_for(found, folder, ".lines"), lambda to: _decompress(found, to, codec)))
-            cached = None
-        arrays, facts = cached_index(path_for(found, folder, ".lines-1.npz"), lambda: _build(found, path, cached))
-        return LineFile(path, name, arrays, facts, cached)
+        plain = decompressed(found, path_for(found, folder, ".lines"))
+        cached = cached if plain is found else None
+        arrays, facts = cached_index(path_for(found, folder, ".lines-1.npz"), lambda: _build(plain, cached))
+        return LineFile(plain.path, name, arrays, facts, cached)
 
     def __str__(self) -> str:
         return ", ".join(absolute(self.path))
@@ -237,19 +244,7 @@ class LineSource:
         return np.cumsum([len(each.arrays["rows"]) for each in self.files])
 
 
-def _decompress(found: Found, to: Path, codec: str) -> None:
-    try:
-        with (
-            open_file(found) as raw,
-            pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), codec) as data,
-            to.open("wb") as file,
-        ):
-            shutil.copyfileobj(data, file, 2**20)
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{found.path} is not a complete {codec} file: {error}") from error
-
-
-def _build(found: Found, path: str, cached: Cached | None) -> Index:
+def _build(found: Found, cached: Cached | None) -> Index:
     """Read a file once, and return its index. Its lines are cached, so that the first epoch finds them."""
     fragments: list[tuple[int, int, int, int, int]] = []
     skipped: list[int] = []
@@ -257,7 +252,9 @@ def _build(found: Found, path: str, cached: Cached | None) -> Index:
     columns: dict[str, dict[str, int]] = {}
     line, start, first_row = 1, 0, 0
     digest = hashlib.sha256()
-    for data in _runs(path, found):
+    for data in _runs(found):
+        if not start:
+            _check_is_text(found.path, data)
         digest.update(data)
         first, rows = line, 0
         for text in _lines(data):
@@ -279,7 +276,7 @@ def _build(found: Found, path: str, cached: Cached | None) -> Index:
         if rows:
             fragments.append((start, len(data), rows, first, zlib.crc32(data)))
             if cached is not None:
-                cached.entries.put(entry_name(path, cached.version, start, len(data)), data)
+                cached.entries.put(entry_name(found.path, cached.version, start, len(data)), data)
         start += len(data)
     table = np.array(fragments, dtype=np.int64).reshape(-1, 5)
     arrays = dict(zip(("start", "length", "rows", "first_line", "checksum"), table.T, strict=True))
@@ -287,9 +284,16 @@ def _build(found: Found, path: str, cached: Cached | None) -> Index:
     return Index({**arrays, "skipped": np.array(skipped, dtype=np.int64)}, facts)
 
 
-def _runs(path: str, found: Found) -> Iterator[bytes]:
+def _check_is_text(path: str, start: bytes) -> None:
+    """Raise a `DataError` if a file begins like one that is compressed, or in UTF-16."""
+    for magic, advice in _NO_TEXT.items():
+        if start.startswith(magic):
+            raise DataError(f"{path} is not plain text in UTF-8: {advice}")
+
+
+def _runs(found: Found) -> Iterator[bytes]:
     """Yield the whole file as runs of whole lines."""
-    with open(path, "rb") if "://" not in path else open_file(found) as file:
+    with open_file(found) as file:
         run: list[bytes] = []
         size = 0
         for line in file:
@@ -324,7 +328,9 @@ def _parse(text: bytes) -> tuple[dict[str, Any] | None, str]:
     if not (content := text.strip()):
         return None, ""
     if content == b"[":
-        return None, "it begins a JSON array, and each line must be an object on its own"
+        return None, "it begins a JSON array, and each line must be an object on its own, as `jq -c '.[]'` writes it"
+    if content == b"{":
+        return None, "it begins an object that ends in another line; write each on one line, as `jq -c .` does"
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -1,6 +1,7 @@
 """WebDataset tars as a source: files that share a name up to its first dot are one row, with a column per extension.
 
-An index of each tar is built once, from its headers and from the members with text, which are checked then.
+An index of each tar is built once, from its headers and from the members with text, which are checked then. A
+compressed tar cannot be read from the middle, so it is decompressed once, into the folder of the index.
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import tarfile
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,12 +21,12 @@ import numpy.typing as npt
 from ..arrow import Rows, to_objects
 from ..cache import Cache, Cached, cached_files, check_fits, open_data
 from ..errors import DataError
-from ..paths import Found, PathLike, Paths, absolute, find_all, name_files, nearest
+from ..paths import Found, PathLike, Paths, absolute, advice_for, find_all, name_files, nearest
 from .base import OnBadRow, check_options
-from .index_cache import Index, cached_index, index_folder, open_file, path_for, sample_digest
+from .index_cache import Index, cached_index, decompressed, index_folder, open_file, path_for, sample_digest
 
 KEY = "__key__"
-SUFFIXES = (".tar",)
+SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst")
 # A fragment ends at the first of these.
 _FRAGMENT_ROWS, _FRAGMENT_BYTES = 256, 8 * 2**20
 
@@ -42,17 +43,18 @@ class WebDataset:
     """Tar files of samples, to be read by a `Stream`, alone or as a part of a mixture.
 
     The members `a/7.jpg`, `a/7.cls` and `a/7.seg.png` are one row with the columns `__key__` ("a/7"), `jpg`, `cls` and
-    `seg.png`. `cls` becomes an integer, `txt` text, `json` a Python object; anything else stays bytes, to be decoded in
-    a transform. The id of a row is "<tar>/<key>".
+    `seg.png`. Extensions are in lower case. `cls` becomes an integer, `txt` text, `json` a Python object; anything else
+    stays bytes, to be decoded in a transform. The id of a row is "<tar>/<key>".
 
     Args:
-        path: a tar file, a folder (searched recursively for `.tar`), a glob, an fsspec URI of one of these, or a list
-            of them.
-        columns: extensions to read; None for those of the first row. `__key__` is always there.
+        path: a tar file, a folder (searched recursively for `.tar`, also with `.gz` or `.zst`), a glob, an fsspec URI
+            of one of these, or a list of them.
+        columns: extensions to read; None for those of the first row, if no row has others. `__key__` is always there.
         on_bad_row: a row that lacks a column, or whose `cls`, `txt` or `json` is damaged, is an error that names it
             ("raise"), or is left out ("skip"): the same rows on every rank and in every resume.
-        index: folder for the index; None puts it beside the data, in `.headway-index`.
-        cache: where remote data is kept on a local disk; None reads it remotely in every epoch.
+        index: folder for the index and for decompressed tars; None puts them beside the data, in `.headway-index`.
+        cache: where remote data is kept on a local disk; None reads it remotely in every epoch. Compressed tars need
+            none: they are read from the index.
 
     Example:
         >>> from headway.datasets.formats.webdataset import WebDataset
@@ -76,10 +78,16 @@ class WebDataset:
             DataError: the data is missing, has no rows, or has a damaged row.
         """
         found = find_all(self.path, suffixes=SUFFIXES)
-        cached = cached_files(self.cache, found)
+        names = name_files(found)
+        folders = [index_folder(each, self.index) for each in found]
+        plain = [decompressed(each, path_for(each, to, ".plain")) for each, to in zip(found, folders, strict=True)]
+        cached = [
+            each if opened is listed else None
+            for each, opened, listed in zip(cached_files(self.cache, found), plain, found, strict=True)
+        ]
         indexes = [
-            cached_index(path_for(each, index_folder(each, self.index), ".tar-1.npz"), partial(_build, each))
-            for each in found
+            cached_index(path_for(listed, to, ".tar-2.npz"), partial(_build, opened))
+            for listed, opened, to in zip(found, plain, folders, strict=True)
         ]
         known = {extension for index in indexes for extension in index.facts["extensions"]}
         first = next((index.facts["first"] for index in indexes if index.facts["first"]), None)
@@ -88,14 +96,19 @@ class WebDataset:
         for extension in self.columns or ():
             if extension not in known:
                 raise DataError(f"no row has the extension {extension!r}; {nearest(extension, sorted(known))}")
+        if self.columns is None:
+            _check_has_all(first, dict(zip(names, indexes, strict=True)))
         columns = tuple(self.columns or first)
-        named = zip(found, name_files(found), indexes, cached, strict=True)
+        named = zip(plain, names, indexes, cached, strict=True)
         tars = [_select(each.path, name, index, columns, cached) for each, name, index, cached in named]
         skipped = [(tar.name, *bad) for tar in tars for bad in tar.bad]
         if skipped and self.on_bad_row == "raise":
             name, key, why = skipped[0]
             more = f", and {len(skipped) - 1} more rows like it" if len(skipped) > 1 else ""
-            raise DataError(f"{name}/{key} is not a row: {why}{more}. Mend it, or set on_bad_row='skip'")
+            raise DataError(
+                f"{name}/{key} is not a row: {why}{more}. Mend it, select other columns with columns=[...], or set "
+                "on_bad_row='skip'"
+            )
         if not any(len(tar.keys) for tar in tars):
             raise DataError(f"{self} has no row with {', '.join(columns)}")
         check_fits(self.cache, max(_largest_read(tar) for tar in tars), str(self))
@@ -226,51 +239,80 @@ class TarSource:
 
 def _build(found: Found) -> Index:
     """Read the headers of a tar, and the members with text."""
-    members: list[tuple[str, str, int, int]] = []
-    damaged: list[tuple[str, str, str]] = []
+    rows: list[tuple[str, dict[str, tuple[int, int]]]] = []
+    damaged: list[tuple[int, str, str]] = []
     digest = hashlib.sha256(sample_digest(found).encode())
     try:
         with open_file(found) as raw, tarfile.open(fileobj=raw, mode="r:") as tar:
             for member in tar:
                 folder, slash, name = member.name.rpartition("/")
                 stem, dot, extension = name.partition(".")
-                if not member.isfile() or not stem or not dot:
+                if member.isdir() or not stem or not dot:
                     continue
-                key = f"{folder}{slash}{stem}"
-                members.append((key, extension, member.offset_data, member.size))
+                key, extension = f"{folder}{slash}{stem}", extension.lower()
+                if not rows or rows[-1][0] != key:
+                    rows.append((key, {}))
+                if why := _why_unreadable(tar, member, extension, rows[-1][1]):
+                    damaged.append((len(rows) - 1, extension, why))
+                rows[-1][1][extension] = member.offset_data, member.size
                 digest.update(f"{member.name}\0{member.offset_data}\0{member.size}\0".encode())
-                if extension in _DECODERS and (file := tar.extractfile(member)) is not None:
-                    try:
-                        _DECODERS[extension](file.read())
-                    except ValueError as error:
-                        damaged.append((key, extension, f"its {extension} is damaged: {error}"))
             # `tarfile` takes a header that is cut off for the end.
             raw.seek(tar.offset)
             if raw.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise tarfile.ReadError("it has no end marker")
     except (tarfile.TarError, OSError) as error:
-        raise DataError(f"{found.path} is not a complete tar file: {error}") from error
-    rows = [(key, list(some)) for key, some in groupby(members, key=lambda each: each[0])]
-    extensions = sorted({extension for _, extension, _, _ in members})
+        raise DataError(
+            f"{found.path} is not a complete tar file: {error}{advice_for(found.path, SUFFIXES)}"
+        ) from error
+    extensions = sorted({extension for _, members in rows for extension in members})
     places = np.full((len(rows), len(extensions), 2), -1, dtype=np.int64)
     column = {extension: index for index, extension in enumerate(extensions)}
-    for row, (_, some) in enumerate(rows):
-        for _, extension, start, size in some:
-            places[row, column[extension]] = start, size
+    for row, (_, members) in enumerate(rows):
+        for extension, place in members.items():
+            places[row, column[extension]] = place
     facts = {
         "digest": digest.hexdigest(),
         "extensions": extensions,
-        "first": [extension for _, extension, _, _ in rows[0][1]] if rows else [],
+        "first": list(rows[0][1]) if rows else [],
         "keys": [key for key, _ in rows],
         "damaged": damaged,
     }
     return Index({"places": places}, facts)
 
 
+def _why_unreadable(tar: tarfile.TarFile, member: tarfile.TarInfo, extension: str, others: Container[str]) -> str:
+    """Return why a member cannot be in its row, which has `others`; "" if it can."""
+    if extension in others:
+        return f"it has several {extension}"
+    if member.issparse():
+        return f"its {extension} is stored in pieces: write the tar without --sparse"
+    if not member.isfile():
+        return f"its {extension} is a link or a device: write the tar with --dereference --hard-dereference"
+    if extension in _DECODERS and (file := tar.extractfile(member)) is not None:
+        try:
+            _DECODERS[extension](file.read())
+        except ValueError as error:
+            return f"its {extension} is damaged: {error}"
+    return ""
+
+
+def _check_has_all(first: Sequence[str], indexes: Mapping[str, Index]) -> None:
+    """Raise a `DataError` if a row has an extension that the first row lacks, so that it would be left out."""
+    for name, (arrays, facts) in indexes.items():
+        for column, extension in enumerate(facts["extensions"]):
+            if extension not in first:
+                key = facts["keys"][int((arrays["places"][:, column, 0] >= 0).argmax())]
+                advice = "name the extensions to read with columns=[...] (a key ends at the first dot of a file name)"
+                if facts["keys"].count(key) > 1:
+                    advice = "write the members of a row next to each other, as `tar --sort=name` does"
+                raise DataError(f"{name}/{key} has {extension}, which the first row lacks: {advice}")
+
+
 def _select(path: str, name: str, index: Index, columns: Sequence[str], cached: Cached | None) -> Tar:
     """Return the rows of a tar that have all columns, undamaged."""
     facts, places = index.facts, index.arrays["places"]
-    damaged = {key: why for key, extension, why in facts["damaged"] if extension in columns}
+    damaged = {row: why for row, extension, why in facts["damaged"] if extension in columns}
+    times = Counter(facts["keys"])
     which = [facts["extensions"].index(each) if each in facts["extensions"] else -1 for each in columns]
     keys: list[str] = []
     kept: list[int] = []
@@ -279,8 +321,9 @@ def _select(path: str, name: str, index: Index, columns: Sequence[str], cached: 
     size = 0
     for row, key in enumerate(facts["keys"]):
         missing = [extension for extension, at in zip(columns, which, strict=True) if at < 0 or places[row, at, 0] < 0]
-        if missing or key in damaged:
-            bad.append((key, f"it has no {missing[0]}" if missing else damaged[key]))
+        if missing or row in damaged:
+            apart = ", or its members are not next to each other in the tar" if times[key] > 1 else ""
+            bad.append((key, f"it has no {missing[0]}{apart}" if missing else damaged[row]))
             continue
         keys.append(key)
         kept.append(row)

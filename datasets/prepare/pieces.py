@@ -19,7 +19,8 @@ from ..errors import DataError
 from ..formats.base import DataFormat, Fragment, OnBadRow
 from ..formats.hugging_face import HuggingFace, HuggingFaceRows
 from ..formats.images import ImageFiles
-from ..formats.jsonl import COMPRESSED, SUFFIXES as JSONL_SUFFIXES, JsonLines
+from ..formats.index_cache import codec_of
+from ..formats.jsonl import SUFFIXES as JSONL_SUFFIXES, JsonLines
 from ..formats.webdataset import TarRows
 from ..paths import SUFFIXES as PARQUET_SUFFIXES, Found, Paths, absolute, find, find_all, name_files, nearest
 from ..row_groups import RowGroup
@@ -122,8 +123,7 @@ class CompressedLines(NamedTuple):
 
     def documents(self) -> Iterator[Document]:
         """Yield the documents; blank lines are none."""
-        codec = next(codec for suffix, codec in COMPRESSED.items() if self.path.endswith(suffix))
-        at = 0
+        codec, at = codec_of(self.path), 0
         try:
             with (
                 fsspec.open(self.path, "rb") as raw,
@@ -207,7 +207,7 @@ def find_pieces(
     for each, size in zip(files, sizes, strict=True):
         if kind == "text":
             pieces.append(TextFile(each.path, size))
-        elif each.path.endswith(tuple(COMPRESSED)):
+        elif codec_of(each.path):
             pieces.append(CompressedLines(each.path, size, column))
         else:
             pieces += [
@@ -288,9 +288,9 @@ def _files(data: Paths, outside: Sequence[str]) -> list[Found]:
 
 
 def _kind_of(path: str) -> str:
-    if path.endswith(JSONL_SUFFIXES):
+    if path.lower().endswith(JSONL_SUFFIXES):
         return "JSON Lines"
-    return "Parquet" if path.endswith(PARQUET_SUFFIXES) else "text"
+    return "Parquet" if path.lower().endswith(PARQUET_SUFFIXES) else "text"
 
 
 def _read(path: str, start: int | None = None, stop: int | None = None) -> bytes:

@@ -149,6 +149,8 @@ def test_a_column_is_the_same_through_ray_and_through_transforms(tmp_path: Path,
         (pa.list_(pa.float32()), [None, [1, 2], None, None], (None, [1, 2], None, None)),
         (pa.list_(pa.float32()), [[1, 2], [], [3], [4]], ([1, 2], [], [3], [4])),
         (pa.list_(pa.float32()), [[1, 2], [3, 4], [5, 6], [7, 8]], [[1, 2], [3, 4], [5, 6], [7, 8]]),
+        (pa.list_view(pa.float32()), [[1, 2], [3, 4], [5, 6], [7, 8]], [[1, 2], [3, 4], [5, 6], [7, 8]]),
+        (pa.large_list_view(pa.float32()), [[1], [], [2, 3], [4]], ([1], [], [2, 3], [4])),
     ],
 )
 def test_lists_of_numbers_are_tensors_however_ragged(tmp_path: Path, arrow: Any, rows: Any, expected: Any) -> None:
@@ -219,3 +221,12 @@ def test_bytes_of_another_shape_are_refused(column: pa.Array) -> None:
     field = pa.field("image", column.type, metadata={b"headway.shape": "[2, 3]"})
     with pytest.raises(DataError, match=r"column 'image' has nulls, or is no bytes of the shape \[2, 3\]: it is "):
         to_rows(pa.table([column], schema=pa.schema([field])))
+
+
+def test_dates_that_python_cannot_hold_are_named(tmp_path: Path) -> None:
+    _write(tmp_path, pa.timestamp("ms"), [[-(10**18), 0]])
+    stream = ParquetStream(tmp_path, engine="threads", shards=1)
+    stream.setup(shard_info(global_batch_size=2))
+    with pytest.raises(DataError, match=r"column 'c' \(timestamp\[ms\]\) has values that Python has no objects for"):
+        next(iter(stream.epoch(0)))
+    stream.close()

@@ -116,6 +116,16 @@ def test_images_of_different_sizes_are_a_list_until_a_transform_makes_them_equal
     assert {images.shape[1:] for images in cropped} == {(4, 4)}
 
 
+def test_every_image_of_a_folder_is_read_whatever_its_kind(tmp_path: Path) -> None:
+    """GIFs (their first frame), palettes, CMYK, and images with transparency."""
+    for name, mode in (("a.gif", "P"), ("b.png", "P"), ("c.jpg", "CMYK"), ("d.png", "RGBA"), ("e.PNG", "LA")):
+        Image.new(mode, (4, 3)).save(tmp_path / name)
+    Image.new("RGB", (4, 3)).save(tmp_path / "f.jfif", format="JPEG")
+    source = Images(tmp_path).open()
+    assert source.rows == 6
+    assert source.fragment(0).read()["image"].shape == (6, 3, 4, 3)
+
+
 def test_images_without_folders_have_no_label(folder: Path) -> None:
     assert set(batches(Images(folder / "ant" / "deep"))[0].micro_batches[0]) == {"image"}
     (folder / "ant.png").write_bytes((folder / "ant" / "00.png").read_bytes())
@@ -140,7 +150,7 @@ def test_a_file_that_is_no_image_is_named_or_skipped_and_counted(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (folder / "bee" / "text.jpg").write_text("not an image")
-    with pytest.raises(DataError, match=r"bee/text\.jpg in .* is not an image: UnidentifiedImageError"):
+    with pytest.raises(DataError, match=r"bee/text\.jpg in .* is not an image: UnidentifiedImageError: Pillow does"):
         Images(folder).open()
     seen = numbers(Images(folder, on_bad_row="skip"))
     assert sorted(number for batch in seen for number in batch) == list(range(90))
@@ -187,6 +197,8 @@ def test_what_is_no_folder_of_images_is_refused(folder: Path, tmp_path: Path) ->
     (tmp_path / "empty" / "notes.txt").touch()
     with pytest.raises(DataError, match=r"has no file that ends in \.jpg, .*; there is: notes\.txt"):
         Images(tmp_path / "empty").open()
+    with pytest.raises(DataError, match="path must be one folder, got "):
+        Images([folder, tmp_path])  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"^\S*00.png is not a folder"):
         Images(folder / "ant" / "00.png").open()
     with pytest.raises(DataError, match="is remote, so its index needs a local folder"):

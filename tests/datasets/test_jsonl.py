@@ -112,9 +112,10 @@ def test_a_column_has_one_type_in_all_fragments(
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("{", "JSONDecodeError"),
+        ("{]", "JSONDecodeError"),
         ("[1]", "it is a list, not an object"),
-        ("[", "it begins a JSON array, and each line must be an object on its own"),
+        ("[", "it begins a JSON array, and each line must be an object on its own, as `jq -c '.\\[\\]'` writes it"),
+        ("{\n", "it begins an object that ends in another line; write each on one line, as `jq -c .` does"),
         ("\xff", "UnicodeDecodeError"),
     ],
 )
@@ -123,7 +124,7 @@ def test_a_damaged_line_is_named_and_skipped_only_on_request(
 ) -> None:
     path = tmp_path / "rows.jsonl"
     good = [json.dumps({"id": i}) for i in range(20)]
-    path.write_bytes("\n".join([*good[:7], text, *good[7:]]).encode("latin-1"))
+    path.write_bytes("\n".join([*good[:7], text.strip(), *good[7:]]).encode("latin-1"))
     with pytest.raises(DataError, match=rf"line 8 of rows.jsonl is not a row: {why}.*on_bad_row='skip'"):
         opened(JsonLines(path))
     data = JsonLines(path, on_bad_row="skip")
@@ -169,6 +170,30 @@ def test_rows_without_any_key_are_refused_at_the_start(tmp_path: Path) -> None:
         opened(JsonLines(tmp_path / "rows.jsonl"))
 
 
+@pytest.mark.parametrize(
+    ("name", "start", "message"),
+    [
+        ("rows.jsonl", gzip.compress(b"{}\n"), "it is compressed with gzip, so its name must end in .gz"),
+        ("rows.jsonl.bz2", b"BZh9", "it is compressed with bzip2; use gzip or Zstandard"),
+        ("rows.jsonl", '{"id": 1}'.encode("utf-16"), "it is in UTF-16; convert it to UTF-8"),
+        ("rows.parquet", b"PAR1", r"it is a Parquet file; read it with Parquet\(path\)"),
+    ],
+)
+def test_what_is_no_text_is_refused_whatever_is_skipped(tmp_path: Path, name: str, start: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(start)
+    with pytest.raises(DataError, match=rf"{name} is not plain text in UTF-8: {message}"):
+        JsonLines(tmp_path / name, on_bad_row="skip").open()
+
+
+def test_other_formats_are_named_and_endings_may_be_in_upper_case(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("id\n1\n")
+    for path in (tmp_path, tmp_path / "rows.csv"):
+        with pytest.raises(DataError, match=r"Read CSV with HuggingFace\(datasets"):
+            JsonLines(path).open()
+    (tmp_path / "ROWS.JSONL.GZ").write_bytes(gzip.compress(b'{"id": 1}\n'))
+    assert JsonLines(tmp_path).open().rows == 1
+
+
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     for name in ("a.jsonl.gz", "b.jsonl.zst"):
         path = write_lines(tmp_path / name, range(2000), compression=name[-3:].strip("."))
@@ -180,9 +205,7 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
 def test_the_index_is_built_once_and_again_for_a_changed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[str] = []
     build = jsonl._build
-    monkeypatch.setattr(
-        jsonl, "_build", lambda found, path, cached: (built.append(path), build(found, path, cached))[1]
-    )
+    monkeypatch.setattr(jsonl, "_build", lambda found, cached: (built.append(found.path), build(found, cached))[1])
     path = write_lines(tmp_path / "data" / "rows.jsonl", range(40))
     for _ in range(2):
         assert JsonLines(path, index=tmp_path / "index").open().rows == 40

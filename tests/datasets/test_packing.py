@@ -9,7 +9,7 @@ import sysconfig
 from collections import Counter, defaultdict, deque
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from headway.datasets.errors import DataError
 from headway.datasets.formats import jsonl
 from headway.datasets.formats.jsonl import JsonLines
 from headway.datasets.mixture import MixedSource, Mixture
+from headway.datasets.mixture_plan import OnEnd
 from headway.datasets.packing import Packed, PackedSource, pack
 from headway.datasets.plan import row_order
 from headway.datasets.sources import Parquet
@@ -274,7 +275,7 @@ class Simulation:
     def run(self, seed: int) -> None:
         """Check one schedule."""
         draw = random.Random(seed)
-        on_end = draw.choice(["repeat", "repeat", "drop"])
+        on_end: OnEnd = draw.choice(get_args(OnEnd))
         shards = draw.randint(5, 8)
         size = shards * draw.randint(1, 2)
         mixed = self.mix(draw, on_end, shards, seed=seed, size=size)
@@ -284,7 +285,7 @@ class Simulation:
             whole = self.learn(mixed, seed, epoch, size, world_size=1, offset=0)
             done = 0
             while done < len(whole):
-                if on_end == "repeat" and draw.random() < 0.3:
+                if draw.random() < 0.3:
                     # A person changes the weights; a checkpoint has the order as JSON.
                     order = json.loads(json.dumps(mixed.order))
                     mixed = self.mix(draw, on_end, shards, seed=seed, size=size).restored(order)
@@ -293,17 +294,25 @@ class Simulation:
                     replayed = self.learn(mixed, seed, epoch, size, world_size=1, offset=0)
                     assert replayed[:done] == whole[:done], "what was learned before keeps its weights"
                     whole = replayed
+                    if done == len(whole):  # with the new weights, a source has ended here
+                        break
                 resumed = self.learn(mixed, seed, epoch, size, world_size=draw.randint(1, 5), offset=done * size)
                 kept = resumed[: draw.randint(1, len(resumed))]  # the rest is lost in a kill, and learned again
                 assert kept == whole[done : done + len(kept)], "the same batches, whatever happened before"
                 learned += [row for batch in kept for row in batch]
                 done += len(kept)
             starts.append(starts[-1] + len(whole))
+            if on_end == "stop":
+                of_epoch = mixed.plan(seed, epoch, shuffle=True, tail="keep").layout
+                beyond = [of_epoch.interleave.counts(shard, of_epoch.mixed + 1) for shard in range(shards)]
+                assert (of_epoch.lengths < np.array(beyond).T).any(), "not earlier than a source ends"
         seen = Counter((piece, number) for name, number, _ in learned for piece in name.split("+"))
         assert set(seen.values()) == {1}, "each span of tokens once in a pass"
         assert mixed.layout is not None
         if on_end == "drop":
             complete = [2] * 3
+        elif on_end == "stop":
+            complete = [0] * 3
         else:
             rows = len(learned) // shards
             counts = np.array([mixed.layout.interleave.counts(shard, rows) for shard in range(shards)]).T
@@ -317,15 +326,15 @@ class Simulation:
             ]
             assert all(seen[span, number] == 1 for span in spans for number in range(passes)), "every span in a pass"
 
-    def mix(self, draw: random.Random, on_end: str, shards: int, *, seed: int, size: int) -> MixedSource:
+    def mix(self, draw: random.Random, on_end: OnEnd, shards: int, *, seed: int, size: int) -> MixedSource:
         """Return the sources with random weights."""
         weights = [[draw.choice([0.2, 0.5, 1, 3]) for _ in self.data] for _ in range(3)]
-        later = {draw.randint(1, 20): weights[1], draw.randint(21, 40): weights[2]} if on_end == "repeat" else {}
+        later = {draw.randint(1, 20): weights[1], draw.randint(21, 40): weights[2]}
         mixture = Mixture(
             {name: (each, weight) for (name, each), weight in zip(self.data.items(), weights[0], strict=True)},
             weights_by_step={step: dict(zip(self.data, each, strict=True)) for step, each in later.items()},
             on_end=on_end,
-        )  # type: ignore[arg-type]
+        )
         return MixedSource(mixture, self.sources).interleaved(shards, seed=seed, global_batch_size=size, tail="keep")
 
     def learn(

@@ -106,8 +106,36 @@ def test_an_empty_folder_says_what_is_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no file that ends in .parquet.*there is: nothing"):
         read_source(tmp_path)
     (tmp_path / "rows.csv").write_text("a,b\n")
-    with pytest.raises(DataError, match=r"there is: rows\.csv\. `headway data prepare`"):
+    with pytest.raises(DataError, match=r"there is: rows\.csv\. Read CSV with HuggingFace"):
         read_source(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "advice"),
+    [
+        ("rows.csv", b"id\n1\n", r"rows\.csv is not a Parquet file: .* Read CSV with HuggingFace\(datasets"),
+        ("data.arrow", b"ARROW1", r"data\.arrow is not a .* HuggingFace\(datasets\.load_from_disk\(path\)\)"),
+        ("rows.jsonl", b'{"id": 1}\n', r"rows\.jsonl is not a .* Read JSON Lines with JsonLines\(path\)"),
+        ("train.bin", b"\0" * 64, r"train\.bin is not a .* with a torch Dataset of your own, in a DataLoader"),
+        ("empty.parquet", b"", r"empty\.parquet is not a Parquet file: it is empty; remove it$"),
+    ],
+)
+def test_a_file_of_another_format_names_what_reads_it(tmp_path: Path, name: str, content: bytes, advice: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=advice):
+        read_source(tmp_path / name)
+
+
+def test_folders_of_partitions_are_no_columns_and_names_may_be_in_upper_case(tmp_path: Path) -> None:
+    for year in (2020, 2021):
+        write(tmp_path / f"year={year}" / "PART.PARQUET", range(year, year + 3))
+    for name in ("_SUCCESS", "_metadata", ".PART.PARQUET.crc"):
+        (tmp_path / name).write_bytes(b"x")
+    assert read_source(tmp_path).rows == 6
+    with pytest.raises(DataError, match="no column 'year', only a folder of that name.*write it into the files"):
+        read_source(tmp_path, columns=["id", "year"])
+    with pytest.raises(DataError, match=r"braces are not expanded: use \* instead, or a list"):
+        read_source(tmp_path / "year={2020..2021}" / "PART.PARQUET")
 
 
 def test_no_rows_at_all(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import tarfile
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 
@@ -122,6 +124,70 @@ def test_the_index_is_built_once_and_the_fingerprint_follows_the_contents(
     assert WebDataset(write_tar(tmp_path / "there" / "rows.tar", range(20))).open().fingerprint == before
     write_tar(path, range(21))
     assert WebDataset(path, index=tmp_path / "index").open().fingerprint != before
+
+
+@pytest.mark.parametrize(("suffix", "codec"), [(".tar.gz", "gzip"), (".TGZ", "gzip"), (".tar.zst", "zstd")])
+def test_a_compressed_tar_is_read_from_the_folder_of_the_index(tmp_path: Path, suffix: str, codec: str) -> None:
+    plain = write_tar(tmp_path / "rows.tar", range(40))
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed" / f"rows{suffix}").write_bytes(pa.compress(plain.read_bytes(), codec, asbytes=True))
+    data = WebDataset(tmp_path / "packed", index=tmp_path / "index")
+    whole = rows(data)
+    assert sorted(row for batch in whole for row in batch) == list(range(40))
+    assert rows(data, world_size=2)[:2] + rows(data, offset=16) == whole == rows(WebDataset(plain))
+    assert data.open().row_name(0, 0) == f"rows{suffix}/./0/000"
+    (tmp_path / "rows.tar.xz").write_bytes(b"\xfd7zXZ")
+    with pytest.raises(
+        DataError, match=r"rows\.tar\.xz is not a complete tar file: .* Compress it with gzip or Zstandard$"
+    ):
+        WebDataset(tmp_path / "rows.tar.xz").open()
+
+
+def members(path: Path, *names: str, link: str | None = None) -> Path:
+    """Write members with these names; the one called `link` is a hard link."""
+    with tarfile.open(path, "w") as tar:
+        for name in names:
+            member = tarfile.TarInfo(name)
+            if name == link:
+                member.type, member.linkname = tarfile.LNKTYPE, names[0]
+            member.size = 0 if name == link else 1
+            tar.addfile(member, None if name == link else io.BytesIO(b"7"))
+    return path
+
+
+def test_extensions_are_read_in_lower_case(tmp_path: Path) -> None:
+    path = members(tmp_path / "rows.tar", "0.JPG", "0.CLS", "1.jpg", "1.Cls")
+    read = WebDataset(path).open().fragment(0).read()
+    assert read["cls"].tolist() == [7, 7]
+    assert read["jpg"].tolist() == [b"7", b"7"]
+
+
+@pytest.mark.parametrize(
+    ("names", "link", "message"),
+    [
+        (["0.jpg", "1.jpg", "1.cls"], None, r"rows.tar/1 has cls, which the first row lacks: name .* columns="),
+        (["a.0.jpg", "b.1.jpg"], None, r"rows.tar/b has 1.jpg, .*\(a key ends at the first dot of a file name\)"),
+        (["0.jpg", "1.jpg", "0.cls", "1.cls"], None, "0 has cls, .* write the members of a row next to each other"),
+        (["0.cls", "0.jpg", "1.cls", "0.jpg"], None, "1 is not a row: it has no jpg"),
+        (["0.jpg", "0.jpg"], None, "0 is not a row: it has several jpg"),
+        (["0.jpg", "0.png"], "0.png", "0 is not a row: its png is a link or a device: write the tar with --deref"),
+    ],
+)
+def test_members_that_would_be_lost_are_named(tmp_path: Path, names: list[str], link: str | None, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        WebDataset(members(tmp_path / "rows.tar", *names, link=link)).open()
+
+
+def test_a_member_that_is_stored_in_pieces_is_refused(tmp_path: Path) -> None:
+    """Its bytes are not one range of the tar: what follows it would be read instead of zeros."""
+    with (tmp_path / "0.bin").open("wb") as file:
+        file.truncate(200_000)
+        file.seek(100_000)
+        file.write(b"x")
+    path = tmp_path / "rows.tar"
+    subprocess.run(["tar", "--sparse", "-cf", path, "-C", tmp_path, "0.bin"], check=True)
+    with pytest.raises(DataError, match="0 is not a row: its bin is stored in pieces: write the tar without --sparse"):
+        WebDataset(path).open()
 
 
 def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:

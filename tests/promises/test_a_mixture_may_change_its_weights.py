@@ -16,6 +16,7 @@ from headway.datasets.mixture import Mixture
 from headway.datasets.stream import Stream
 from headway.trainer import CheckpointConfig, DataError, Trainer, TrainerConfig, World
 from tests.distributed import run_on_ranks
+from tests.tiny import StopAt
 
 Weights = dict[str, float]
 Planned = dict[int, Weights]
@@ -250,6 +251,37 @@ def test_the_length_of_a_run_is_the_sum_of_its_epochs(folder: Path) -> None:
         vars(trainer).update(folder=str(folder), weights=OLD, ends="stop", planned={5: NEW, 30: NEWER})
         result = trainer.fit()
         assert trainer.told == trainer.total_steps == result.steps
+
+
+def test_a_schedule_is_told_if_accepted_weights_change_the_length_of_the_run(folder: Path) -> None:
+    """The epoch in progress has begun with other weights than `configure_optimizers` knows."""
+
+    class Scheduled(Mixed):
+        def configure_optimizers(self) -> None:
+            super().configure_optimizers()
+            self.planned_steps = self.total_steps
+            self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0)
+
+    def fit(weights: Weights, **config: Any) -> tuple[Scheduled, list[str]]:
+        said: list[str] = []
+        limits = {"max_epochs": 2, "global_batch_size": 20, "evaluate_every": None, **config}
+        callbacks = [] if weights is NEW else [StopAt(8)]
+        trainer = Scheduled(
+            TrainerConfig(**limits), run_dir=str(folder / "run"), world=World.single("cpu"), printer=said.append,
+            callbacks=callbacks,
+        )  # fmt: skip
+        vars(trainer).update(folder=str(folder), weights=weights, ends="stop")
+        trainer.fit(accept_changes=weights is NEW)
+        return trainer, [line for line in said if "was told of" in line]
+
+    assert fit(OLD)[1] == []
+    trainer, said = fit(NEW)
+    assert trainer.planned_steps != trainer.total_steps == trainer.global_step
+    assert said == [
+        f"configure_optimizers() was told of {trainer.planned_steps} updates, and the run has {trainer.total_steps}, "
+        "because its data has changed in mid-run: set max_steps if a schedule needs the number"
+    ]
+    assert fit(NEW)[1] == said, "another process is told the same number, and so the same schedule is made"
 
 
 def test_how_sources_end_stays(folder: Path) -> None:

@@ -396,6 +396,18 @@ def _check_state_dict(name: str, optimizer: Optimizer) -> None:
         )
 
 
+def _check_hooks(name: str, optimizer: Optimizer) -> None:
+    """Raise for an optimizer without the hooks of torch's, such as Opacus' DPOptimizer."""
+    try:
+        optimizer.register_step_pre_hook(lambda *_: None).remove()
+    except AttributeError as error:
+        raise ConfigError(
+            f"self.{name} is a {type(optimizer).__name__}, whose __init__() does not call that of torch.optim."
+            "Optimizer, so that it can have no hooks: use another, or call super().__init__(...) in it. For clipped "
+            'gradients of samples (DP-SGD), see "Gradients that you compute" in docs/models.md'
+        ) from error
+
+
 def _check_optimizers_of_other_classes(program: Program) -> None:
     """Raise for an attribute that is used like an optimizer, but is none for torch: Headway would not step it."""
     for name, each in vars(program).items():
@@ -437,6 +449,7 @@ def make_optimizers(program: Program, ctx: RunContext, *, evaluates: bool, total
         if ctx.run_dir is not None:
             _check_inner_optimizers(name, optimizer)
             _check_state_dict(name, optimizer)
+        _check_hooks(name, optimizer)
         # Raises now rather than at the first save: parameters of no model are neither averaged nor saved.
         OptimizerState(ctx.models, name, optimizer)
     ctx.lr_stepping.use(

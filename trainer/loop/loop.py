@@ -545,6 +545,8 @@ class Loop:
         self._must_save |= agreed.save or (applied and self.saver.schedule.due(progress, ended="steps"))
         if not of_epoch:
             self._save_if_due()
+        if applied and not self._must_save:
+            self.saver.rehearse()
         if self._has_clocks and self._world.is_main:
             # Clocks differ between ranks: the main rank's decides, and requests the action on all ranks.
             elapsed_s = self.recorder.elapsed_s()
@@ -739,8 +741,6 @@ class Loop:
         self._must_save = self._must_save_best = False
         if must_save:
             self._save_unless_saved()
-        if self._is_running and self._progress.step:
-            self.saver.rehearse()
 
     def _stop(self, status: StopStatus) -> None:
         self._stopped = status

@@ -254,10 +254,13 @@ def test_the_first_save_finds_its_memory(tmp_path: Path, monkeypatch: pytest.Mon
     trainer = TinyTrainer(CONFIG, run_dir=tmp_path / "saves", world=ALONE)
     trainer.fit()
     assert allocated_at == [1]
+    trainer = TinyTrainer(CONFIG, run_dir=tmp_path / "epoch", world=ALONE)
+    trainer.train_epoch()
+    assert allocated_at == [1, 1]
     # One that saves only at the end needs no copies.
     trainer = TinyTrainer(replace(CONFIG, checkpoint=CheckpointConfig(every=None)), run_dir=tmp_path, world=ALONE)
     trainer.fit()
-    assert allocated_at == [1]
+    assert allocated_at == [1, 1]
 
 
 def test_state_that_cannot_be_saved_fails_the_save_and_not_the_rehearsal(tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import torch
 
@@ -233,11 +234,18 @@ class CheckpointStore:
     def _write(self, info: _CheckpointInfo, snapshot_of: Callable[[], Snapshot]) -> Checkpoint:
         """Write and commit a snapshot, with retries. Every rank must call this, from one thread."""
         doing = f"save step {info.step} in {self._storage.path_of('')}"
-        snapshot = self._on_all_ranks(doing, snapshot_of)
+        taken: list[Snapshot] = []
+
+        def take() -> bool:
+            taken.append(snapshot_of())
+            return taken[0].shards == self._complete_shards
+
+        if not all(self._gather(doing, take)):
+            self._check_complete(doing, taken[0])
         left = self._retries
         while True:
             try:
-                return self._try_to_write(doing, info, snapshot)
+                return self._try_to_write(doing, info, taken[0])
             except CheckpointError as error:
                 # The error was raised on all ranks, so all of them retry.
                 if not left or isinstance(error, _ConcurrentWriterError):
@@ -250,16 +258,24 @@ class CheckpointStore:
 
     def _try_to_write(self, doing: str, info: _CheckpointInfo, snapshot: Snapshot) -> Checkpoint:
         sequence, name, token = self._on_main(doing, lambda: self._plan(info))
-        staged = self._on_all_ranks(doing, lambda: self._storage.stage(f"{name}-{token}"))
+        # In a bucket, the files of a checkpoint can only be replaced one by one.
+        deletes_first = info.name is not None and not self._storage.can_replace
+        staged: list[Path] = []
+
+        def write() -> dict[str, FileChecksum]:
+            staged.append(self._storage.stage(f"{name}-{token}"))
+            written = snapshot.write(staged[0], self.world.rank)
+            if not deletes_first:
+                self._storage.publish(staged[0], name, list(written))
+            return written
+
         try:
-            self._check_complete(doing, snapshot)
-            written = self._on_all_ranks(doing, lambda: snapshot.write(staged, self.world.rank))
-            if info.name is not None and not self._storage.can_replace:
+            of_ranks = self._gather(doing, write)
+            if deletes_first:
                 self._on_main(doing, lambda: self._remove_replaced(name))
-            self._on_all_ranks(doing, lambda: self._storage.publish(staged, name, list(written)))
-            # Only the main rank needs what describes the files of all ranks.
-            gathered = self.world.gather_object(written)
-            files = {file: each for rank_sums in gathered for file, each in rank_sums.items()}
+                own = list(of_ranks[self.world.rank])
+                self._on_all_ranks(doing, lambda: self._storage.publish(staged[0], name, own))
+            files = {file: each for written in of_ranks for file, each in written.items()}
 
             def commit() -> Checkpoint:
                 facts = Checkpoint(
@@ -283,7 +299,7 @@ class CheckpointStore:
                     # Set before the commit: if its reply is lost, the checkpoint found there is ours.
                     known.add(name)
                     self._sequence = sequence
-                self._storage.commit(staged, name, manifest, files)
+                self._storage.commit(staged[0], name, manifest, files)
                 if info.name is None:
                     self._chain = [*(each for each in self._chain if each[0] != name), (name, checkpoint.digest)][-2:]
                 return checkpoint
@@ -292,7 +308,8 @@ class CheckpointStore:
             self._verified.discard(checkpoint.path)
             self._damaged.pop(checkpoint.path, None)
         except CheckpointError:
-            self._storage.abandon(staged, name)
+            for folder in staged:
+                self._storage.abandon(folder, name)
             raise
         if self.world.is_main and info.name is None:
             try:
@@ -571,9 +588,7 @@ class CheckpointStore:
         return self._known
 
     def _check_complete(self, doing: str, snapshot: Snapshot) -> None:
-        """Check on the main rank that the ranks write each tensor once; again only if what they write has changed."""
-        if all(self.world.all_gather_object(snapshot.shards == self._complete_shards)):
-            return
+        """Check on the main rank that the ranks write each tensor once; needed only if what they write has changed."""
         ranks = self.world.gather_object(snapshot.shards)
 
         def check() -> None:
@@ -632,11 +647,11 @@ class CheckpointStore:
         def problem_of(file: str) -> str | None:
             return verify_file(storage, name, file, files[file], into, only_size=is_loaded_next and _has_tensors(file))
 
-        problems = self._on_all_ranks(
+        problems = self._gather(
             f"verify {storage.path_of(name)}",
             lambda: [problem for file in self._share(files) if (problem := problem_of(file))],
         )
-        return "; ".join(problem for each in self.world.all_gather_object(problems) for problem in each) or None
+        return "; ".join(problem for each in problems for problem in each) or None
 
     def _begin_fetching(self, checkpoint: Checkpoint) -> None:
         """Make a folder for copies of a checkpoint's remote files, if there is none. Every rank must call this."""
@@ -666,31 +681,58 @@ class CheckpointStore:
         return sorted(files, key=lambda file: -files[file].size_bytes)[rank::size]
 
     def _on_main(self, doing: str, do: Callable[[], T]) -> T:
-        """Call a function on the main rank; every rank returns its result, or raises if it fails."""
-        value = self._on_all_ranks(doing, lambda: do() if self.world.is_main else None)
-        return self.world.broadcast(value)  # type: ignore[return-value]
+        """Call a function on the main rank; every rank returns its result, or raises if it fails. One broadcast."""
+        value, error = _attempt(do) if self.world.is_main else (None, None)
+        value, failure = self.world.broadcast((value, _describe(error)))
+        self._raise_any(doing, [failure], error)
+        return value  # type: ignore[return-value]
 
     def _on_all_ranks(self, doing: str, do: Callable[[], T]) -> T:
-        """Call a function on every rank; if it fails on one, all ranks raise.
+        """Call a function on every rank, and return its result there; if it fails on one, all ranks raise.
 
         Raises:
             CheckpointError: a rank failed; the message has the error of each.
         """
         box: list[T] = []
-        failure: BaseException | None = None
-        try:
-            box.append(do())
-        except Exception as error:
-            failure = error
-        own = _format_failure(failure, self.world.rank), isinstance(failure, _ConcurrentWriterError)
-        gathered = self.world.all_gather_object(own)
-        if errors := {rank: line for lines, _ in gathered for rank, line in lines.items()}:
-            lines = (
-                errors.values() if self.world.size == 1 else [f"rank {rank}: {line}" for rank, line in errors.items()]
-            )
-            kind = _ConcurrentWriterError if any(is_taken for _, is_taken in gathered) else CheckpointError
-            raise kind(f"cannot {doing}: {'; '.join(lines)}") from failure
+        self._gather(doing, lambda: box.append(do()))
         return box[0]
+
+    def _gather(self, doing: str, do: Callable[[], T]) -> Sequence[T]:
+        """Do the same, and return the results of all ranks, which must be small. One gathering."""
+        value, error = _attempt(do)
+        gathered = self.world.all_gather_object((value, _describe(error)))
+        self._raise_any(doing, [failure for _, failure in gathered], error)
+        return [value for value, _ in gathered]  # type: ignore[misc]
+
+    def _raise_any(self, doing: str, failures: Sequence[_Failure | None], own: Exception | None) -> None:
+        there = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
+        if there:
+            lines = [each.text if self.world.size == 1 else f"rank {rank}: {each.text}" for rank, each in there]
+            is_final = any(each.is_concurrent_writer for _, each in there)
+            kind = _ConcurrentWriterError if is_final else CheckpointError
+            raise kind(f"cannot {doing}: {'; '.join(lines)}") from own
+
+
+class _Failure(NamedTuple):
+    """An error of one rank, for the others."""
+
+    text: str
+    is_concurrent_writer: bool
+
+
+def _attempt(do: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return the result of a function, or its error."""
+    try:
+        return do(), None
+    except Exception as error:
+        return None, error
+
+
+def _describe(error: Exception | None) -> _Failure | None:
+    if error is None:
+        return None
+    text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return _Failure(text, isinstance(error, _ConcurrentWriterError))
 
 
 @dataclass(frozen=True, slots=True)
@@ -743,10 +785,3 @@ def _name(step: int) -> str:
 
 def _has_tensors(file: str) -> bool:
     return file.endswith(".safetensors")
-
-
-def _format_failure(failure: BaseException | None, rank: int) -> dict[int, str]:
-    """Return one line per rank that is known to have failed."""
-    if failure is None:
-        return {}
-    return {rank: str(failure) if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}"}

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from headway.trainer.metrics.units import human_duration
 
 from ..config.scaling import Scaling
 from ..train.elastic import slots_capped, target_workers
+from .nodes import usable_nodes
 from .own_ray import RayThread, on_loopback
 from .ray_env import temporary_env
 
@@ -105,10 +106,15 @@ def missing_resources(scaling: Scaling) -> str:
     lack = ", ".join(
         f"{there.get(name, 0):g} of {wanted:g} {name}" for name, wanted in needed.items() if there.get(name, 0) < wanted
     )
-    if not lack and (held := slots_capped(live_node_resources(), scaling)) < scaling.min_workers:
+    if not lack and (held := slots_capped(live_node_resources(scaling), scaling)) < scaling.min_workers:
         each = ", ".join(f"{amount:g} {name}" for name, amount in scaling.worker_resources.items())
-        return f"{held} of {scaling.min_workers} places of {each} on one machine"
+        return f"{held} of {scaling.min_workers} places of {each} on one machine{_with_labels(scaling)}"
     return lack
+
+
+def _with_labels(scaling: Scaling) -> str:
+    labels = ", ".join(f"{name}={wanted}" for name, wanted in scaling.label_selector.items())
+    return f" with the labels {labels}" if labels else ""
 
 
 def wait_timeout_error(what: str, scaling: Scaling, *, are_placed: bool = False) -> ConfigError:
@@ -159,24 +165,29 @@ def describe_wait(scaling: Scaling, taken: set[str]) -> str | None:
         scaling: their resources.
         taken: `placed_groups` when they started to wait; if there are others now, they are starting.
     """
-    there, free, wanted = ray.cluster_resources(), ray.available_resources(), scaling.min_workers
-    fitting = min(slots_capped(free_node_resources(), scaling), slots_capped(live_node_resources(), scaling))
+    there, free, wanted = live_node_resources(scaling), free_node_resources(scaling), scaling.min_workers
+    fitting = min(slots_capped(free, scaling), slots_capped(there, scaling))
     if fitting >= wanted or placed_groups() - taken:
         return None
     amounts = ", ".join(
-        f"{free.get(name, 0):g} {name} free of {there.get(name, 0):g}" for name in scaling.worker_resources
+        f"{_total(free, name):g} {name} free of {_total(there, name):g}" for name in scaling.worker_resources
     )
     fit = "1 fits" if fitting == 1 else f"{fitting or 'none'} fit{'' if fitting else 's'}"
-    return f"waiting for {wanted} worker{'s'[: wanted > 1]}: {fit} ({amounts})"
+    where = f"{amounts}, on machines{_with_labels(scaling)}" if scaling.label_selector else amounts
+    return f"waiting for {wanted} worker{'s'[: wanted > 1]}: {fit} ({where})"
 
 
-def live_node_resources() -> list[dict[str, float]]:
-    """Return the resources of each live node of the connected cluster."""
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+def _total(nodes: Iterable[Mapping[str, float]], name: str) -> float:
+    return sum(node.get(name, 0) for node in nodes)
 
 
-def free_node_resources() -> list[dict[str, float]]:
-    """Return the unused resources of each live node of the connected cluster.
+def live_node_resources(scaling: Scaling) -> list[dict[str, float]]:
+    """Return the resources of each live node of the connected cluster that has the labels which workers need."""
+    return [node["Resources"] for node in usable_nodes(scaling)]
+
+
+def free_node_resources(scaling: Scaling) -> list[dict[str, float]]:
+    """Return the unused resources of each live node of the connected cluster that has the labels which workers need.
 
     Ray has no public call for it. If the private one changes, their sum counts as one node, in which pieces too
     small for a worker seem to suffice.
@@ -184,14 +195,15 @@ def free_node_resources() -> list[dict[str, float]]:
     try:
         from ray._private.state import available_resources_per_node
 
-        return [dict(free) for free in available_resources_per_node().values()]
+        free = available_resources_per_node()
+        return [dict(free[node["NodeID"]]) for node in usable_nodes(scaling) if node["NodeID"] in free]
     except (ImportError, AttributeError, TypeError, ValueError):
         return [ray.available_resources()]
 
 
 def target_workers_now(scaling: Scaling, *, workers: int) -> int:
     """Return how many workers a group with `workers` workers could have on the connected cluster now."""
-    return target_workers(live_node_resources(), free_node_resources(), scaling, workers=workers)
+    return target_workers(live_node_resources(scaling), free_node_resources(scaling), scaling, workers=workers)
 
 
 def with_gpus(scaling: Scaling) -> Scaling:
@@ -202,7 +214,7 @@ def with_gpus(scaling: Scaling) -> Scaling:
     if scaling.gpus_per_worker is not None:
         return scaling
     if ray.is_initialized():
-        gpus = float(ray.cluster_resources().get("GPU", 0))
+        gpus = _total(live_node_resources(scaling), "GPU")
     elif will_start_own_ray():
         import torch
 

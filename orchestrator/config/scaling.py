@@ -119,9 +119,12 @@ class Scaling:
         return self.workers if isinstance(self.workers, int) else self.workers[0]
 
     @property
-    def is_single_worker(self) -> bool:
-        """Whether there is at most one worker: a trial then trains in its own process."""
-        return self.max_workers == 1
+    def trains_in_trial(self) -> bool:
+        """Whether a trial trains in its own process: one worker, without an environment of its own.
+
+        Otherwise Ray Train starts the workers of the trial.
+        """
+        return self.max_workers == 1 and not self.env and not self.runtime_env
 
     @property
     def max_workers(self) -> int:

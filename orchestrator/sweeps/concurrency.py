@@ -82,10 +82,11 @@ class ConcurrencyLimit:
         return self.summary if self.max_concurrent != before else None
 
     def _machines(self) -> Machines:
+        there = live_node_resources(self._scaling)
         if self._cpus is None:
-            return live_node_resources()
+            return there
         cpus = max(self._cpus, self._scaling.reserved_by(self._scaling.min_workers)["CPU"])
-        return [{**machine, "CPU": cpus} for machine in live_node_resources()]
+        return [{**machine, "CPU": cpus} for machine in there]
 
 
 def check_fits(scaling: Scaling, search: Search, machines: Machines) -> None:

@@ -273,10 +273,10 @@ class Search:
             except ConfigError as error:
                 raise ConfigError(f"points[{number}]: {error}") from error
         scaling = self.largest_scaling(experiment)
-        if scaling.max_workers > 1 and self.metric.startswith("train/"):
+        if not scaling.trains_in_trial and self.metric.startswith("train/"):
             raise ConfigError(
-                f"train/* metrics require single-worker trials (scaling.workers=1), got {scaling}: trials of several "
-                "workers report evaluations only"
+                "train/* metrics require single-worker trials (scaling.workers=1) without scaling.env and runtime_env, "
+                f"got {scaling}: workers that Ray Train starts for a trial report evaluations only"
             )
         if experiment.scaling.evaluation_worker is not None:
             raise ConfigError(

@@ -143,7 +143,7 @@ def _run_ray_train(
                 timeout_s=math.ceil(parallel.timeout.amount),
             ),
             scaling_config=ScalingConfig(
-                num_workers=_workers_beside(avoided, scaling),
+                num_workers=workers_to_request(avoided, scaling),
                 label_selector=_node_labels(avoided, scaling),
                 placement_strategy=scaling.placement_strategy,
                 accelerator_type=scaling.accelerator_type,
@@ -232,9 +232,12 @@ def _runtime_env(scaling: Scaling, *, spares: bool) -> dict[str, Any]:
     return {**scaling.runtime_env, **found}
 
 
-def _workers_beside(avoided: frozenset[str], scaling: Scaling) -> int | tuple[int, int]:
-    """Return the workers to ask for. Ray Train counts all nodes when it sizes an elastic group."""
-    if not avoided or not scaling.is_elastic:
+def workers_to_request(avoided: frozenset[str], scaling: Scaling) -> int | tuple[int, int]:
+    """Return the workers to request. Ray Train counts all nodes when it sizes an elastic group, whatever their labels.
+
+    Then its group would wait forever for workers that no node with the labels has room for.
+    """
+    if not scaling.is_elastic or not (avoided or scaling.label_selector):
         return scaling.workers
     least = scaling.min_workers
     most = min(scaling.max_workers, max(least, slots_beside(avoided, scaling)))

@@ -50,7 +50,7 @@ def tune_trials(driver: SweepDriver) -> None:
     """Run trials of a sweep until its driver has no more."""
     experiment, search, sweep = driver.experiment, driver.search, driver.sweep
     scheduler = GracefulStopScheduler(driver)
-    trains_here = experiment.scaling.is_single_worker
+    trains_here = experiment.scaling.trains_in_trial
     task = SweepTask(
         start=Start.of(experiment, ResumeOptions()), sweep_dir=sweep.sweep_dir, metric=search.metric, mode=search.mode,
         pauses=search.pauses,

@@ -105,7 +105,7 @@ def run_trial(start: Start, config: Mapping[str, Any], metric: str | None) -> No
     start = replace(start, resume_options=replace(start.resume_options, resume=source or "auto"))
     reporter = TuneReporter(experiment.run_dir, metric, saves=True)
     callbacks = trial_callbacks(saves=True, is_adopted=source is not None)
-    if experiment.scaling.is_single_worker:
+    if experiment.scaling.trains_in_trial:
         # A trial has one process at a time; its last one may have been on a machine that is lost.
         result = train_rank(
             start, experiment, on_cpu=not has_accelerator(), reports=False,

@@ -86,7 +86,7 @@ def run_trial(config: dict[str, Any], task: SweepTask) -> None:
 
 def _train_trial(run: Run, experiment: Experiment, resume: str, task: SweepTask) -> None:
     """Train a trial that this process owns."""
-    trains_here = experiment.scaling.is_single_worker
+    trains_here = experiment.scaling.trains_in_trial
     reporter = TuneReporter(run.run_dir, task.metric, saves=task.pauses, mode=task.mode)
     display = RunConsole(Console(quiet=True)) if trains_here else EventReporter(reporter)
     reports = [ReportEvaluations(reporter)] if trains_here else []
@@ -157,7 +157,7 @@ def _resume_from(run: Run, resume: str) -> str:
 
 
 def trial_resources(scaling: Scaling, values: Mapping[str, Any]) -> Any:
-    """Return the resources of a trial's process: its single worker's, or almost none beside workers.
+    """Return the resources of a trial's process: those of its worker, or almost none beside workers of Ray Train.
 
     Args:
         scaling: the resources of the experiment.
@@ -165,5 +165,8 @@ def trial_resources(scaling: Scaling, values: Mapping[str, Any]) -> Any:
     """
     changes = {path.removeprefix("scaling."): each for path, each in values.items() if path.startswith("scaling.")}
     scaling = with_values(scaling, changes)
-    # Ray Tune rejects an empty reservation, and any fraction of a CPU would be missing for the workers.
-    return tune.PlacementGroupFactory([scaling.worker_resources if scaling.is_single_worker else {"memory": 1}])
+    if not scaling.trains_in_trial:
+        # Ray Tune rejects an empty reservation, and any fraction of a CPU would be missing for the workers.
+        return tune.PlacementGroupFactory([{"memory": 1}])
+    labels = {"bundle_label_selector": [scaling.label_selector]} if scaling.label_selector else {}
+    return tune.PlacementGroupFactory([scaling.worker_resources], **labels)

@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import ray
@@ -18,11 +18,12 @@ from ray.train import UserCallback
 
 from headway.trainer.metrics.units import human_duration
 
+from ...cluster.nodes import usable_nodes
 from ...config.scaling import Scaling
 from ...runs.requests import read_stop_request
 from ...storage.events import Event, EventWriter, read_events
 from ...storage.folder import Folder, retry_storage
-from ..elastic import RESIZING, slots
+from ..elastic import RAY_LEARNS_S, RESIZING, slots
 from ..preemption import count_endings
 from .budget import (
     Failure,
@@ -112,6 +113,8 @@ class RetryPolicy(UserCallback):  # type: ignore[misc]
         self._max_failures, self._max_errors = max_failures, max_errors
         self._max_preemptions, self._max_lost_nodes = max_preemptions, max_lost_nodes
         self._scaling, self._avoided = scaling, frozenset(avoided)
+        # Ray Train counts nodes without the labels, too, so the driver sizes each group; see `workers_to_request`.
+        self._is_sized_by_driver = scaling is not None and scaling.is_elastic and bool(scaling.label_selector)
         self._decided: set[int] = set()
         self._seen: set[str] = set()
 
@@ -129,7 +132,7 @@ class RetryPolicy(UserCallback):  # type: ignore[misc]
         if is_repeated:
             return
         restart = self.decide(worker_exceptions)
-        if restart.delay_s or restart.avoid != self._avoided:
+        if restart.delay_s or restart.avoid != self._avoided or self._is_sized_by_driver:
             raise RestartRequired(restart)
 
     def decide(self, errors: Mapping[int, BaseException]) -> Restart:
@@ -171,6 +174,9 @@ class RetryPolicy(UserCallback):  # type: ignore[misc]
             reason = _reason(failure, recurs=recurs, exhausted=exhausted)
             avoid, hint = self._avoid([*window, failure])
             restart = Restart(delay_s=restart_delay_s(failure, window), avoid=avoid)
+        if self._is_sized_by_driver and (preempted or failure.is_death):
+            # Ray may not have noticed yet that the machine is gone, and the group would be sized with it.
+            restart = replace(restart, delay_s=max(restart.delay_s, RAY_LEARNS_S))
         told = {"last_words": failure.last_words} if failure.last_words else {}
         log = EventWriter(folder, "controller", start=self._start)
         retry_storage(
@@ -215,7 +221,7 @@ def slots_beside(nodes: Collection[str], scaling: Scaling) -> int:
     """Return how many workers fit on the live nodes other than these, by their ids."""
     if not ray.is_initialized():
         return 0
-    return slots((each["Resources"] for each in ray.nodes() if each["Alive"] and each["NodeID"] not in nodes), scaling)
+    return slots((each["Resources"] for each in usable_nodes(scaling) if each["NodeID"] not in nodes), scaling)
 
 
 def past_failures(events: Sequence[Event]) -> list[Failure]:

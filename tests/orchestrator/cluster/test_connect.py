@@ -195,10 +195,10 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 @pytest.mark.ray
 def test_the_free_resources_are_known_node_by_node(ray_session: None) -> None:
-    assert len(free_node_resources()) == len(live_node_resources()) == 1
+    assert len(free_node_resources(Scaling())) == len(live_node_resources(Scaling())) == 1
     deadline = time.monotonic() + 60
     # Processes of other tests may still be ending.
-    while free_node_resources()[0].get("CPU") != ray.available_resources().get("CPU"):
+    while free_node_resources(Scaling())[0].get("CPU") != ray.available_resources().get("CPU"):
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
@@ -206,7 +206,7 @@ def test_the_free_resources_are_known_node_by_node(ray_session: None) -> None:
 def test_without_the_private_call_the_free_resources_are_those_of_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 6.0})
     monkeypatch.delattr("ray._private.state.available_resources_per_node")
-    assert free_node_resources() == [{"CPU": 6.0}]
+    assert free_node_resources(Scaling()) == [{"CPU": 6.0}]
 
 
 def test_a_ray_without_the_constant_for_loopback_starts_and_says_that_it_listens_everywhere(

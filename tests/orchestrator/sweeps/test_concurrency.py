@@ -108,7 +108,7 @@ class Cluster:
         monkeypatch.setattr(connect.ray, "available_resources", total)
         monkeypatch.setattr(connect, "free_node_resources", self.live_node_resources)
 
-    def live_node_resources(self) -> list[dict[str, float]]:
+    def live_node_resources(self, _: Scaling) -> list[dict[str, float]]:
         return self.machines
 
     def placed_groups(self) -> set[str]:

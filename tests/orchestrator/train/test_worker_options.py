@@ -136,6 +136,7 @@ def test_gpus_are_used_by_default_where_there_are_enough(monkeypatch: pytest.Mon
     assert with_gpus(Scaling(workers=2, evaluation_worker={"GPU": 1})).gpus_per_worker == 0
     assert with_gpus(Scaling(workers=2, gpus_per_worker=0)).gpus_per_worker == 0
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 8.0, "GPU": 4.0}}])
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 4.0})
     assert with_gpus(Scaling(workers=(4, 8))).gpus_per_worker == 1
     assert unused_gpus(Scaling(workers=4, gpus_per_worker=1)) is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -26,14 +26,10 @@ def with_values(settings: Any, values: Mapping[str, Any], path: str = "") -> Any
     Raises:
         ConfigError: names the path, and the nearest valid name.
     """
-    names = [each.name for each in fields(settings) if each.init]
     changes: dict[str, Any] = {}
     for name in dict.fromkeys(each.partition(".")[0] for each in values):
         where = f"{path}.{name}" if path else name
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {where.removesuffix(name)}{near[0]}?" if near else f"it has {', '.join(names)}"
-            raise ConfigError(f"{where}: {type(settings).__name__} has no field {name!r}; {hint}")
+        _check_field(settings, name, where)
         below = {each.partition(".")[2]: value for each, value in values.items() if each.startswith(f"{name}.")}
         if name in values and below:
             raise ConfigError(f"{where} is set as a whole and in part: use only one of them")
@@ -42,8 +38,31 @@ def with_values(settings: Any, values: Mapping[str, Any], path: str = "") -> Any
             below = {str(key): each for key, each in value.items()}
         if not below:
             changes[name] = value.item() if isinstance(value, np.generic) else value
-        elif is_dataclass(current) and not isinstance(current, type):
-            changes[name] = with_values(current, below, where)
         else:
-            raise ConfigError(f"{where} is {current!r}, which has no field {next(iter(below))!r}")
+            changes[name] = with_values(current, below, where)
     return replace(settings, **changes)
+
+
+def check_paths(settings: Any, paths: Iterable[str]) -> None:
+    """Check that a dataclass has fields at dotted paths, whatever their values.
+
+    Raises:
+        ConfigError: names the path, and the nearest valid name.
+    """
+    for path in paths:
+        section, where = settings, ""
+        for name in path.split("."):
+            where = f"{where}.{name}" if where else name
+            _check_field(section, name, where)
+            section = getattr(section, name)
+
+
+def _check_field(section: Any, name: str, where: str) -> None:
+    """Check that a section has a field, whose path is `where`."""
+    if not is_dataclass(section) or isinstance(section, type):
+        raise ConfigError(f"{where.removesuffix(f'.{name}')} is {section!r}, which has no field {name!r}")
+    names = [each.name for each in fields(section) if each.init]
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {where.removesuffix(name)}{near[0]}?" if near else f"it has {', '.join(names)}"
+        raise ConfigError(f"{where}: {type(section).__name__} has no field {name!r}; {hint}")

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+import ray
 from ray import tune
 from ray.tune.search.repeater import TRIAL_INDEX
 
@@ -18,6 +19,7 @@ from headway.trainer.checkpoints.store import read_checkpoint
 from headway.trainer.errors import CheckpointError, ConfigError
 
 from ...config.experiment import Experiment
+from ...config.values import check_paths
 from ...errors import StorageError
 from ...runs.open import open_run
 from ...runs.pointer import read_pointer
@@ -45,7 +47,8 @@ def trainable(experiment: Experiment, *, metric: str | None = None) -> Any:
     resumes, pauses and clones trials; `checkpoint_path` gives the checkpoint. Several workers are started by Ray Train
     beside the process of the trial, and do not wait for its reports.
 
-    Ray Tune retries a trial of one worker, by its `FailureConfig`; a trial of several is retried by `retries`.
+    Ray Tune retries a trial of one worker, by its `FailureConfig`; a trial of several, or with `scaling.env` or
+    `runtime_env`, is retried by `retries`. A name that the experiment does not have ends `Tuner.fit`.
 
     Args:
         experiment: what to train; `scaling` gives the resources of a trial.
@@ -75,6 +78,8 @@ def trainable(experiment: Experiment, *, metric: str | None = None) -> Any:
         run_trial(start, config, metric)
 
     def resources(config: dict[str, Any]) -> Any:
+        # Called in the process of `Tuner.fit` for each new trial: a wrong name ends it before a trial starts.
+        check_paths(ray.cloudpickle.loads(start.experiment), config.keys() - {TRIAL_INDEX})
         return trial_resources(scaling, config)
 
     # Ray Tune names trials after the function.

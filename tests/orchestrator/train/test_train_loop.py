@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ray.train import Checkpoint, FailureConfig, Result, RunConfig, ScalingConfig
+from ray.train import Checkpoint, FailureConfig, Result, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchTrainer
 
 from headway.orchestrator import Experiment, Run, RunConflictError, checkpoint_path, train_loop
-from headway.orchestrator.config.values import with_values
+from headway.orchestrator.config.values import check_paths, with_values
 from headway.orchestrator.runs.open import open_run
 from headway.orchestrator.runs.pointer import Pointer, write_pointer
 from headway.orchestrator.runs.resume import ResumeOptions
@@ -37,6 +38,23 @@ class KilledOnce(OnRay):
     def on_step_end(self) -> None:
         if self.attempt == 1 and self.global_step == 5 and self.world.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Heard(UserCallback):
+    """A callback of the user's, which Ray Train's controller calls. Writes down what it gets."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Checkpoint | None) -> None:
+        self._write(["report", [each["step"] for each in metrics], checkpoint is not None])
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        self._write(["exception", sorted(worker_exceptions)])
+
+    def _write(self, heard: list[Any]) -> None:
+        with self._file.open("a") as file:
+            print(json.dumps(heard), file=file)
 
 
 def experiment(storage: Path, data: str, trainer: type[OnRay] = OnRay, **config: Any) -> Experiment:
@@ -66,8 +84,11 @@ def test_ray_train_restarts_a_run_exactly_and_its_result_points_to_the_checkpoin
         train_loop_config={"config.max_steps": 6},
         scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
         run_config=RunConfig(
-            name="theirs", storage_path=str(tmp_path / "ray"), failure_config=FailureConfig(max_failures=1)
-        ),
+            name="theirs",
+            storage_path=str(tmp_path / "ray"),
+            failure_config=FailureConfig(max_failures=1),
+            callbacks=[Heard(tmp_path / "heard.jsonl")],
+        ),  # fmt: skip
     ).fit()
 
     alone = experiment(tmp_path / "alone", data, max_steps=6)
@@ -87,6 +108,10 @@ def test_ray_train_restarts_a_run_exactly_and_its_result_points_to_the_checkpoin
         assert found.metrics["validation/loss"] == run.record.metrics["validation/loss"]
         torch.testing.assert_close(load_weights(checkpoint_path(found.checkpoint)), weights, atol=1e-5, rtol=0)
     assert [metrics["step"] for _, metrics in result.best_checkpoints][-1] == 6
+    heard = [json.loads(line) for line in (tmp_path / "heard.jsonl").read_text().splitlines()]
+    # Rank 1 was killed, and rank 0 may have noticed.
+    assert [1 in ranks for kind, ranks, *_ in heard if kind == "exception"] == [True]
+    assert heard[-1] == ["report", [6, 6], True]
 
 
 def test_a_pointer_to_a_deleted_checkpoint_names_the_setting(tmp_path: Path) -> None:
@@ -147,11 +172,14 @@ def test_values_of_ray_are_checked_and_become_plain(tmp_path: Path, data: str) -
     changed = with_values(ours, {"config.max_steps": np.int64(3), "config.checkpoint.keep_last": 1})
     assert (changed.config.max_steps, type(changed.config.max_steps)) == (3, int)
     assert changed.config.checkpoint == CheckpointConfig(every=Duration(2, "steps"), keep_last=1)
-    for values, message in {
+    check_paths(ours, ["config.max_steps", "config.checkpoint.keep_last", "name"])
+    for path, message in {
         "config.max_step": "did you mean config.max_steps",
-        "config.data.path": "has no field 'path'",
+        "config.data.path": f"config.data is {data!r}, which has no field 'path'",
+        "config.checkpoint.keep": "config.checkpoint.keep: CheckpointConfig has no field 'keep'; did you mean",
     }.items():
-        with pytest.raises(ConfigError, match=message):
-            with_values(ours, {values: 1})
+        for check in (lambda path: with_values(ours, {path: 1}), lambda path: check_paths(ours, [path])):
+            with pytest.raises(ConfigError, match=re.escape(message)):
+                check(path)
     with pytest.raises(ConfigError, match="keep_last must be"):
         with_values(ours, {"config.checkpoint.keep_last": 0})

@@ -154,6 +154,21 @@ def test_a_metric_that_no_evaluation_has_is_named(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.ray
+def test_a_wrong_name_in_the_space_ends_the_tuner_before_a_trial_starts(tmp_path: Path, ray_session: None) -> None:
+    ours = experiment(tmp_path)
+    tuner = tune.Tuner(
+        trainable(ours),
+        param_space={"config.learning_rat": tune.uniform(0.1, 0.2), TRIAL_INDEX: 1},
+        run_config=tune.RunConfig(
+            storage_path=str(tmp_path / "ray"), verbose=0, failure_config=tune.FailureConfig(max_failures=-1)
+        ),
+    )
+    with pytest.raises(ConfigError, match=r"config\.learning_rat: .*; did you mean config\.learning_rate\?"):
+        tuner.fit()
+    assert not Path(ours.run_dir).exists()
+
+
+@pytest.mark.ray
 def test_tuners_of_ray_search_prune_and_are_restored(tmp_path: Path, ray_session: None) -> None:
     ours = experiment(tmp_path)
     tuner = tune.Tuner(

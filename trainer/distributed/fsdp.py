@@ -89,7 +89,7 @@ def shard_fully(
                 reshard_after_forward=reshards_root if module in roots else config.reshard_after_forward,
                 ignored_params=whole,
             )
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise ConfigError(
                 f"torch cannot shard {type(module).__name__} as a unit ({error}): name the classes of the blocks in "
                 "parallel.shard_modules"

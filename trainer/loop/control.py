@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
 from ..checkpoints.background import BackgroundSave
+from ..distributed.gather_order import differing_gathers
 from ..distributed.world import World
 
 StopStatus = Literal["stopped", "time_limit", "interrupted"]
@@ -49,6 +51,10 @@ class Requests:
     part of a short update. A request takes effect about that much later, at the same update on every rank. After an
     evaluation and at the end of an epoch, where all ranks synchronize anyway, `agree_now` makes it take effect
     immediately.
+
+    Attributes:
+        fingerprint: returns a number below 2**31 that must be equal on all ranks after the same update, see
+            `GatherOrder`.
     """
 
     def __init__(self, world: World) -> None:
@@ -61,6 +67,7 @@ class Requests:
         self._updates = 0
         self._began_s = time.perf_counter()
         self._saving: BackgroundSave | None = None
+        self.fingerprint: Callable[[], int] = int
         self._covers_save = self._gave_save = False
         self.stop_reason = ""
 
@@ -183,7 +190,8 @@ class Requests:
         is_busy = self._saving is not None and not self._saving.is_done
         requests = self._drain()
         self._gave_save = bool(requests[1])
-        values = torch.tensor([*requests, int(is_busy), update_us], dtype=torch.int32)
+        number = self.fingerprint()
+        values = torch.tensor([*requests, int(is_busy), update_us, number, -number], dtype=torch.int32)
         self._in_flight = values, self._world.all_reduce_max_async(values)
 
     def _read(self) -> Agreed:
@@ -192,7 +200,9 @@ class Requests:
         tensor, work = self._in_flight
         self._in_flight, self._gave_save = None, False
         work.wait()
-        *values, is_busy, update_us = tensor.tolist()
+        *values, is_busy, update_us, highest, lowest = tensor.tolist()
+        if highest != -lowest:
+            raise differing_gathers()
         self._interval = max(1, min(_MOST_UPDATES, int(WITHIN_S * 1e6 / max(update_us, 1))))
         saved = self._covers_save and not is_busy
         return _as_agreed(values, saved=saved) if saved or any(values) else _NOTHING

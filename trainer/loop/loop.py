@@ -90,6 +90,8 @@ class Loop:
         self._data, self._validation, self._evaluation_metrics = data, validation, metrics
         self.metrics = numerics.make_means()
         self.optimizer_step = numerics.make_step(ctx, steps, self.metrics, data)
+        if (order := self.optimizer_step.gather_order) is not None:
+            requests.fingerprint = lambda: order.fingerprint
         self.recorder = Recorder(ctx, steps, self.metrics, self.optimizer_step)
         self._spikes = SpikeDetector(config.loss_spike or LossSpikeConfig())
         self._state = RunState(

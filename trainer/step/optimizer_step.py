@@ -32,6 +32,7 @@ from ..distributed.fsdp import (
     units_of,
     whole_parameters,
 )
+from ..distributed.gather_order import GatherOrder
 from ..distributed.parallelize import without_gradient_sync
 from ..errors import ConfigError, StepError
 from ..loop.context import RunContext
@@ -85,6 +86,7 @@ class OptimizerStep:
         weight: of the current micro-batch in means; 1 between micro-batches.
         is_padding: whether the current micro-batch only keeps the ranks in step: its values do not count.
         stepping: the optimizers that are about to step, for `on_gradients_ready`.
+        gather_order: compares which parts of sharded models the ranks gather; None if there are none.
         wait_for_snapshot: called once before the next optimizer step; waits until a save has copied the state.
         should_log: whether values logged now count on this rank.
 
@@ -128,6 +130,9 @@ class OptimizerStep:
         self._sharded = {name: model for name, model in self._models.items() if sharded_roots(model)}
         self._units = units_of(self._sharded.values())
         self._buffers_to_sync = buffers_to_sync(self._sharded.values())
+        # Not under compile, whose code would be compiled again for each number.
+        is_compiled = ctx.config.parallel.compile
+        self.gather_order = GatherOrder(self._sharded, ctx.world) if self._sharded and not is_compiled else None
         self._whole = {parameter for model in self._sharded.values() for parameter in whole_parameters(model)}
         if ctx.config.parallel.find_unused_parameters:
             reduce_unused(self._sharded.values())
@@ -267,6 +272,9 @@ class OptimizerStep:
     def _conclude(self) -> str | None:
         """Count the update as applied or rejected, and add its metrics if it was applied."""
         guard = self._guard
+        if self.gather_order is not None:
+            self.gather_order.stop()
+            self.gather_order.end_update()
         if self._rejection is None:
             guard.applied()
         else:
@@ -418,6 +426,8 @@ class OptimizerStep:
             reaches = isolation is not None and isolation.may_step_manually
             unreduced = nullcontext() if i == last else self._without_gradient_sync(must_reach_parameters=reaches)
             with unreduced, self._ctx.divided_sequences(self._steps, micro_batch):
+                if self.gather_order is not None:
+                    self.gather_order.start()
                 yield micro_batch, batch_idx
             if isolation is not None:
                 isolation.end_micro_batch()
@@ -479,6 +489,8 @@ class OptimizerStep:
                     f"training_step of {self._ctx.name} returned {_describe(outputs)}; it must return "
                     'the loss, or a dict with "loss", or call self.backward(loss)'
                 )
+            if self.gather_order is not None:
+                self.gather_order.stop()
             if self._config.max_skipped_losses and self._agree_to_skip(outputs["loss"] is None):
                 return {}
             loss = self._backward(outputs["loss"])
@@ -539,7 +551,11 @@ class OptimizerStep:
         if not (isinstance(scale, float) and scale == 1.0):
             loss = loss * scale
         self._activity.enter("backward")
+        if (order := self.gather_order) is not None:
+            order.stop()
         loss.backward()  # type: ignore[no-untyped-call]
+        if order is not None and self._called_backward:
+            order.start()
         return detached
 
     def _step(self, optimizers: Sequence[Optimizer]) -> torch.Tensor:

@@ -49,7 +49,10 @@ class LoaderStream:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self._dataset: Any = loader.dataset
-        self._shuffle = not isinstance(loader.sampler, SequentialSampler) and getattr(loader.sampler, "shuffle", True)
+        assert isinstance(loader.batch_sampler, BatchSampler)  # that of the loader itself, or one of the user
+        self._sampler = loader.batch_sampler
+        rows = self._sampler.sampler
+        self._shuffle = not isinstance(rows, SequentialSampler) and getattr(rows, "shuffle", True)
         self._indices = _Indices()
         self._reader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] | None = None
@@ -73,12 +76,11 @@ class LoaderStream:
             DataError: the training dataset is empty, or with `drop_last` smaller than one global batch. An evaluation
                 skips an empty dataset.
         """
-        loader, self._shard = self._loader, shard
-        assert loader.batch_size is not None
-        self._micro_batch_size = shard.micro_batch_size or loader.batch_size
-        own = loader.batch_size * shard.world_size * (shard.accumulation if shard.training else 1)
+        self._shard = shard
+        self._micro_batch_size = shard.micro_batch_size or self._sampler.batch_size
+        own = self._sampler.batch_size * shard.world_size * (shard.accumulation if shard.training else 1)
         self._global_batch_size = ((shard.training or shard.by_shard) and shard.global_batch_size) or own
-        self._drop_last = loader.drop_last and shard.training
+        self._drop_last = self._sampler.drop_last and shard.training
         if shard.training and not len(self._dataset):
             raise DataError(f"the {type(self._dataset).__name__} of the training loader has no rows")
         if self._drop_last and len(self._dataset) < self._global_batch_size:
@@ -310,9 +312,9 @@ def unsupported_part(loader: DataLoader[Any]) -> str | None:
         return f"its dataset, the IterableDataset {type(loader.dataset).__name__}"
     if loader.batch_sampler is None:
         return "batch_size=None"
-    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+    if type(loader.batch_sampler) is not BatchSampler:
         return f"its batch_sampler, a {type(loader.batch_sampler).__name__}"
-    sampler: Any = loader.sampler
+    sampler: Any = loader.batch_sampler.sampler
     dataset: Any = loader.dataset
     # Not isinstance: a subclass may define another order.
     if type(sampler) not in (SequentialSampler, RandomSampler, DistributedSampler):

@@ -30,6 +30,11 @@ def as_stream(data: Any) -> BatchStream:
             f"cannot read batches from a {type(data).__name__} of Ray Data by itself: return RayDataset(dataset), from "
             "headway.datasets.formats.ray_dataset"
         )
+    if hasattr(data, "open") and type(data).__module__.startswith("headway.datasets."):
+        raise ConfigError(
+            f"a {type(data).__name__} has rows, not batches: return Stream({type(data).__name__}(...)), from "
+            "headway.datasets.stream"
+        )
     raise ConfigError(
         f"cannot read batches from a {type(data).__name__}: use a torch DataLoader, a Headway stream, any iterable of "
         "batches, or a function that returns one"

@@ -29,6 +29,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from headway.datasets.formats.jsonl import JsonLines
 from headway.trainer import Callback, CheckpointConfig, ConfigError, DataError, World
 from headway.trainer.data.dataloader_stream import LoaderStream
 from headway.trainer.data.iterable_stream import IterableStream
@@ -249,7 +250,8 @@ class Counted(DataLoader[Any]):
     [
         ({"sampler": WeightedRandomSampler([1.0] * 8, 8)}, "its sampler, a WeightedRandomSampler"),
         ({"sampler": SequentialSampler(range(4))}, "its SequentialSampler, which does not draw each row"),
-        ({"batch_sampler": BatchSampler(range(8), 2, False)}, "its batch_sampler, a BatchSampler"),
+        ({"batch_sampler": BatchSampler(range(8), 2, False)}, "its sampler, a range"),
+        ({"batch_sampler": [[0, 1], [2, 3]]}, "its batch_sampler, a list"),
         ({"batch_size": None}, "batch_size=None"),
     ],
 )
@@ -264,7 +266,23 @@ def test_a_loader_that_is_read_as_it_comes_says_why(options: dict[str, Any], why
     _set_up(loader(), 1, 2)
     _set_up(Counted(Numbers(8)), 0, 2, global_batch_size=4)
     _set_up(DataLoader(Short()), 0, 2)
-    _set_up(DataLoader(Numbers(8), batch_sampler=BatchSampler(DistributedSampler(Numbers(8), 2, 0), 2, False)), 0, 2)
+    _set_up(DataLoader(Numbers(8), batch_sampler=BatchSampler(ByRank(Numbers(8), 2, 0), 2, False)), 0, 2)
+
+
+class ByRank(DistributedSampler[int]):
+    """A sampler that could have an order of its own."""
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_batch_sampler_of_torch_is_read_like_the_batch_size_it_has(drop_last: bool) -> None:
+    """As `batch_sampler=` it hides them from the loader's own attributes."""
+    rows = Numbers(21)
+    plain = _set_up(DataLoader(rows, batch_size=4, shuffle=True, drop_last=drop_last))
+    given = _set_up(DataLoader(rows, batch_sampler=BatchSampler(RandomSampler(rows), 4, drop_last)))
+    assert isinstance(given, LoaderStream)
+    wanted, seen = ([_counting(batch) for batch in stream.epoch(0)] for stream in (plain, given))
+    assert seen == wanted
+    assert sum(map(len, seen)) == (20 if drop_last else 21)
 
 
 class Opened(Numbers):
@@ -519,7 +537,7 @@ def test_an_iterable_dataset_is_told_its_epoch(options: dict[str, Any]) -> None:
 
 
 def test_a_sampler_inside_a_batch_sampler_is_told_its_epoch() -> None:
-    sampler = DistributedSampler(Numbers(8), num_replicas=1, rank=0, seed=3)
+    sampler = ByRank(Numbers(8), num_replicas=1, rank=0, seed=3)
     stream = _set_up(DataLoader(Numbers(8), batch_sampler=BatchSampler(sampler, 8, drop_last=False)))
     first, second = ([batch.micro_batches for batch in stream.epoch(epoch)] for epoch in (0, 1))
     assert isinstance(stream, IterableStream)
@@ -650,6 +668,11 @@ def test_data_that_is_empty_is_an_error_and_never_a_loss_of_zero(data: Any, mess
 def test_what_is_no_data_is_refused(data: Any) -> None:
     with pytest.raises(ConfigError, match=f"cannot read batches from a {type(data).__name__}: use a torch DataLoader"):
         Brings(data, _config(max_epochs=1)).fit()
+
+
+def test_rows_without_a_stream_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a JsonLines has rows, not batches: return Stream\(JsonLines\(\.\.\.\)\)"):
+        Brings(JsonLines("rows.jsonl"), _config(max_epochs=1)).fit()
 
 
 def test_an_iterable_cannot_be_cut_to_size() -> None:

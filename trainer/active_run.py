@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .callbacks.base import CallbackList
+from .checkpoints.agreement import on_main
 from .checkpoints.export import (
     cast_weights,
     choose_model,
     gather_weights,
-    write_on_main,
     write_pretrained,
     write_safetensors,
 )
@@ -474,4 +474,4 @@ class ActiveRun:
         engine.loop.optimizer_step.check_pending_norms()
         module = self.models[choose_model(name, self.models, engine.context.name)]
         weights = gather_weights(module, self.world)
-        write_on_main(self.world, target, lambda: write(module, cast_weights(weights, dtype)))
+        on_main(self.world, f"write {target}", lambda: write(module, cast_weights(weights, dtype)))

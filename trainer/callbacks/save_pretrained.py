@@ -11,10 +11,10 @@ import torch
 from ..checkpoints.export import PRETRAINED, add_pretrained, choose_model
 from ..checkpoints.format.manifest import Checkpoint, CheckpointWarning
 from ..checkpoints.store import CheckpointStore
-from ..checkpoints.worker_thread import WorkerThread
 from ..distributed.dtensor import unwrap
 from ..distributed.world import World
 from ..errors import ConfigError
+from ..worker_thread import WorkerThread
 from .base import Callback
 
 if TYPE_CHECKING:

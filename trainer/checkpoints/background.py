@@ -7,8 +7,8 @@ import concurrent.futures
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from ..worker_thread import WorkerThread
 from .format.manifest import Checkpoint
-from .worker_thread import WorkerThread
 
 
 class BackgroundSave:

@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -194,23 +194,6 @@ def write_pretrained(
     Path(folder).mkdir(parents=True, exist_ok=True)
     write_safetensors(weights, str(Path(folder, "model.safetensors")))
     Path(folder, "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
-
-
-def write_on_main(world: World, what: str, write: Callable[[], None]) -> None:
-    """Call a function on the main rank. Every rank must call this.
-
-    Raises:
-        CheckpointError: `write` failed; raised on every rank, with the reason.
-    """
-    failure: Exception | None = None
-    if world.is_main:
-        try:
-            write()
-        except Exception as error:
-            failure = error
-    problem = world.broadcast(f"{type(failure).__name__}: {failure}" if failure else None)
-    if problem:
-        raise CheckpointError(f"cannot write {what}: {problem}") from failure
 
 
 def cast_weights(weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:

@@ -1,14 +1,15 @@
-"""The tensors into which a checkpoint or captured state is read."""
+"""The tensors into which a checkpoint or captured state is read, and the call that loads it into a part."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from ..data.protocols import Stateful
+from ..errors import CheckpointError
 from .format.plain_values import iter_tensors
 
 
@@ -47,3 +48,15 @@ def target_allocator(part: str, owner: Stateful) -> Callable[[str, torch.Size, t
         return torch.empty(size, dtype=dtype)
 
     return allocate
+
+
+def load_part(part: str, load: Callable[[Any], object], state: Any) -> None:
+    """Call the `load_state_dict` of a part.
+
+    Raises:
+        CheckpointError: it failed; the message names the part, and that error is the cause.
+    """
+    try:
+        load(state)
+    except Exception as error:
+        raise CheckpointError(f"part {part!r} cannot load its state: {type(error).__name__}: {error}") from error

@@ -26,7 +26,7 @@ from .format.file_checksums import FileChecksum
 from .format.plain_values import decode_state, tensor_names
 from .format.strict_json import parse_json
 from .format.tensor_files import DTYPES, TensorReader, open_tensors
-from .load_target import target_allocator
+from .load_target import load_part, target_allocator
 from .snapshot import STATE, Shard, rank_json, rank_of, tensor_file
 from .storage import Storage
 
@@ -156,7 +156,7 @@ class CheckpointReader:
             CheckpointError: a part's `load_state_dict` failed; that error is the cause.
         """
         for part, owner in parts.items():
-            _load_part(part, owner.load_state_dict, decode_state(self._encoded[part], self._targets.__getitem__))
+            load_part(part, owner.load_state_dict, decode_state(self._encoded[part], self._targets.__getitem__))
 
     def load_rank_parts(self, rank_parts: Mapping[str, Stateful]) -> tuple[list[str], dict[str, dict[str, str]]]:
         """Load the parts that belong to this rank.
@@ -185,7 +185,7 @@ class CheckpointReader:
                 for part, owner in wanted.items():
                     if part in stored:
                         take = owner.add_state_dict if nth and isinstance(owner, Mergeable) else owner.load_state_dict
-                        _load_part(part, take, decode_state(stored[part], tensor))
+                        load_part(part, take, decode_state(stored[part], tensor))
                         if nth:
                             digests.pop(part, None)
                         else:
@@ -315,13 +315,6 @@ def _delete_abandoned() -> None:
             # A newer one may not have its lock yet.
             if time.time() - folder.stat().st_mtime > _ABANDONED_AFTER_S and (lock := _lock(folder)) is not None:
                 _unlock_and_delete(folder, lock)
-
-
-def _load_part(part: str, take: Callable[[Any], object], state: Any) -> None:
-    try:
-        take(state)
-    except Exception as error:
-        raise CheckpointError(f"part {part!r} cannot load its state: {type(error).__name__}: {error}") from error
 
 
 def _cover(blocks: Sequence[tuple[slice, ...]], shape: Sequence[int]) -> bool:

@@ -12,8 +12,9 @@ from ..data.protocols import Stateful
 from ..distributed.dtensor import to_local
 from ..distributed.world import World
 from ..errors import CheckpointError, ResumeError
+from .agreement import on_all_ranks
 from .format.plain_values import decode_state, encode_state
-from .load_target import target_allocator
+from .load_target import load_part, target_allocator
 
 
 def capture_state(parts: Mapping[str, Stateful], rank_parts: Mapping[str, Stateful], world: World) -> dict[str, Any]:
@@ -65,23 +66,19 @@ def restore_state(
     Raises:
         CheckpointError: on every rank, if a part of one rank cannot load its state.
     """
-    failure: Exception | None = None
-    part = ""
-    try:
+
+    def load() -> None:
         if missing := sorted(parts.keys() - state["parts"].keys()):
             raise CheckpointError(f"it has no {', '.join(missing)}")
         for part, owner in parts.items():
-            owner.load_state_dict(_decode_captured(state, part, owner))
+            load_part(part, owner.load_state_dict, _decode_captured(state, part, owner))
         for part, owner in rank_parts.items():
             encoded, tensors = state["rank_parts"][part]
             # Copies, because a part may change what it loads.
             copies = {name: tensor.clone() for name, tensor in tensors.items()}
-            owner.load_state_dict(decode_state(encoded, copies.__getitem__))
-    except Exception as error:
-        failure = error
-    own = None if failure is None else f"part {part!r} of rank {world.rank}: {type(failure).__name__}: {failure}"
-    if problems := [each for each in world.all_gather_object(own) if each]:
-        raise CheckpointError(f"cannot load the state: {'; '.join(problems)}") from failure
+            load_part(part, owner.load_state_dict, decode_state(encoded, copies.__getitem__))
+
+    on_all_ranks(world, "load the state", load)
 
 
 def _decode_captured(state: Mapping[str, Any], part: str, owner: Stateful) -> Any:

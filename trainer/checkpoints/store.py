@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, TypeVar
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 
@@ -29,6 +29,7 @@ from ..data.protocols import Stateful
 from ..distributed.world import World
 from ..errors import CheckpointError
 from ..loop.progress import Duration
+from .agreement import ConcurrentWriterError, gather_from_all, on_all_ranks, on_main
 from .background import BackgroundSave, BackgroundSaver
 from .format.file_checksums import FileChecksum
 from .format.manifest import MANIFEST, Checkpoint, CheckpointWarning, parse_manifest, write_manifest
@@ -40,12 +41,6 @@ from .staging import Staging
 from .storage import Storage, open_storage
 
 __all__ = ["Checkpoint", "CheckpointStore", "CheckpointWarning", "read_checkpoint"]
-
-T = TypeVar("T")
-
-
-class _ConcurrentWriterError(CheckpointError):
-    """Another process saves to the same directory, so a retry cannot succeed."""
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -240,7 +235,7 @@ class CheckpointStore:
             taken.append(snapshot_of())
             return taken[0].shards == self._complete_shards
 
-        if not all(self._gather(doing, take)):
+        if not all(gather_from_all(self.world, doing, take)):
             self._check_complete(doing, taken[0])
         left = self._retries
         while True:
@@ -248,7 +243,7 @@ class CheckpointStore:
                 return self._try_to_write(doing, info, taken[0])
             except CheckpointError as error:
                 # The error was raised on all ranks, so all of them retry.
-                if not left or isinstance(error, _ConcurrentWriterError):
+                if not left or isinstance(error, ConcurrentWriterError):
                     raise
                 what = f"{error}; trying again in {self._retry_after_s:g} s, up to {left} time{'s'[: left > 1]}"
             if self.world.is_main:
@@ -257,7 +252,7 @@ class CheckpointStore:
             time.sleep(self._retry_after_s)
 
     def _try_to_write(self, doing: str, info: _CheckpointInfo, snapshot: Snapshot) -> Checkpoint:
-        sequence, name, token = self._on_main(doing, lambda: self._plan(info))
+        sequence, name, token = on_main(self.world, doing, lambda: self._plan(info))
         # In a bucket, the files of a checkpoint can only be replaced one by one.
         deletes_first = info.name is not None and not self._storage.can_replace
         staged: list[Path] = []
@@ -270,11 +265,11 @@ class CheckpointStore:
             return written
 
         try:
-            of_ranks = self._gather(doing, write)
+            of_ranks = gather_from_all(self.world, doing, write)
             if deletes_first:
-                self._on_main(doing, lambda: self._remove_replaced(name))
+                on_main(self.world, doing, lambda: self._remove_replaced(name))
                 own = list(of_ranks[self.world.rank])
-                self._on_all_ranks(doing, lambda: self._storage.publish(staged[0], name, own))
+                on_all_ranks(self.world, doing, lambda: self._storage.publish(staged[0], name, own))
             files = {file: each for written in of_ranks for file, each in written.items()}
 
             def commit() -> Checkpoint:
@@ -304,7 +299,7 @@ class CheckpointStore:
                     self._chain = [*(each for each in self._chain if each[0] != name), (name, checkpoint.digest)][-2:]
                 return checkpoint
 
-            checkpoint = self._on_main(doing, commit)
+            checkpoint = on_main(self.world, doing, commit)
             self._verified.discard(checkpoint.path)
             self._damaged.pop(checkpoint.path, None)
         except CheckpointError:
@@ -361,7 +356,7 @@ class CheckpointStore:
 
         entries = [
             entry
-            for entry in self._on_main(doing, look)
+            for entry in on_main(self.world, doing, look)
             if (each := entry.checkpoint) is None or (each.sequence > self.began_after and each.step <= most)
         ]
         self.skipped = []
@@ -406,7 +401,7 @@ class CheckpointStore:
         """
         doing = f"load {checkpoint.path}"
         storage, name = split_path(checkpoint.path)
-        there, files = self._on_main(doing, lambda: parse_manifest(checkpoint.path, storage.read(name, MANIFEST)))
+        there, files = on_main(self.world, doing, lambda: parse_manifest(checkpoint.path, storage.read(name, MANIFEST)))
         if there.digest != checkpoint.digest:
             self._verified.discard(checkpoint.path)
         checkpoint = there
@@ -422,17 +417,17 @@ class CheckpointStore:
                 )
                 self._fetch_together(storage, name, files, [file for file in files if not _has_tensors(file)])
                 reader = CheckpointReader(storage, name, files, checkpoint.world_size, self.world, scratch)
-                self._on_all_ranks(doing, reader.read_rank_files)
+                on_all_ranks(self.world, doing, reader.read_rank_files)
                 reader.share_shards()
-                self._on_all_ranks(doing, lambda: reader.allocate(parts))
-                self._on_all_ranks(doing, lambda: reader.plan(unverified))
+                on_all_ranks(self.world, doing, lambda: reader.allocate(parts))
+                on_all_ranks(self.world, doing, lambda: reader.plan(unverified))
                 self._fetch_together(storage, name, files, reader.needed)
-                return reader, self._on_all_ranks(doing, reader.read_tensors)
+                return reader, on_all_ranks(self.world, doing, reader.read_tensors)
 
             try:
                 reader, tensors = read()
             except CheckpointError:
-                now = self._on_main(doing, lambda: _read_if_there(checkpoint.path))
+                now = on_main(self.world, doing, lambda: _read_if_there(checkpoint.path))
                 if now is not None and now.digest != checkpoint.digest:
                     # Replaced in the meantime, so that some files were of one and some of the other.
                     return self.load(parts, rank_parts=rank_parts, checkpoint=now)
@@ -444,8 +439,8 @@ class CheckpointStore:
                     raise DamagedCheckpointError(f"{checkpoint.path} is damaged: {problem}") from None
                 self._verified.add(checkpoint.path)
                 reader, tensors = read()
-            self._on_all_ranks(doing, lambda: reader.load_into(parts))
-            absent, own = self._on_all_ranks(doing, lambda: reader.load_rank_parts(rank_parts))
+            on_all_ranks(self.world, doing, lambda: reader.load_into(parts))
+            absent, own = on_all_ranks(self.world, doing, lambda: reader.load_rank_parts(rank_parts))
         self._loaded.add(checkpoint.path)
         self._continued = None
         lacking = sorted({part for rank_absent in self.world.all_gather_object(absent) for part in rank_absent})
@@ -473,7 +468,7 @@ class CheckpointStore:
             if self.world.is_main and self._known is None:
                 self._scan()
 
-        self._on_all_ranks(f"write to {self._storage.path_of('')}", check)
+        on_all_ranks(self.world, f"write to {self._storage.path_of('')}", check)
 
     def remove_leftovers(self) -> None:
         """Delete the leftovers of killed saves, on the main rank. Every rank must call this, before the first save.
@@ -486,7 +481,7 @@ class CheckpointStore:
             for name in self._storage.leftovers():
                 self._remove(name, self._storage.remove_leftover)
 
-        self._on_main(f"look for leftovers of killed saves in {self._storage.path_of('')}", clean)
+        on_main(self.world, f"look for leftovers of killed saves in {self._storage.path_of('')}", clean)
 
     def read(self, path: str) -> Checkpoint:
         """Read the manifest of a checkpoint, in any store. Every rank must call this.
@@ -494,11 +489,11 @@ class CheckpointStore:
         Raises:
             CheckpointError: there is no checkpoint at this path or URI.
         """
-        return self._on_main(f"read {path}", lambda: read_checkpoint(path))
+        return on_main(self.world, f"read {path}", lambda: read_checkpoint(path))
 
     def is_empty(self) -> bool:
         """Whether there is no checkpoint here, not even a damaged one. Every rank must call this."""
-        return not self._on_main(f"look for checkpoints in {self._storage.path_of('')}", self._scan)
+        return not on_main(self.world, f"look for checkpoints in {self._storage.path_of('')}", self._scan)
 
     def start_over(self) -> None:
         """Treat all existing checkpoints as an earlier run's. Every rank must call this.
@@ -509,7 +504,7 @@ class CheckpointStore:
             CheckpointError: the folder cannot be listed.
         """
         self.remove_leftovers()
-        entries = self._on_main(f"look for checkpoints in {self._storage.path_of('')}", self._scan)
+        entries = on_main(self.world, f"look for checkpoints in {self._storage.path_of('')}", self._scan)
         self.began_after = max((each.checkpoint.sequence for each in entries if each.checkpoint), default=0)
 
     def _plan(self, info: _CheckpointInfo) -> tuple[int, str, str]:
@@ -576,12 +571,12 @@ class CheckpointStore:
         """
         assert self._known is not None
         if (problem := self.ownership_problem()) is not None:
-            raise _ConcurrentWriterError(f"{problem}. Only one run may write here")
+            raise ConcurrentWriterError(f"{problem}. Only one run may write here")
         there = set(self._storage.names())
         self._known &= there
         for name in sorted(there - self._known):
             if name.startswith("step-") and self._storage.committed(name):
-                raise _ConcurrentWriterError(
+                raise ConcurrentWriterError(
                     f"{_writer(self._storage, name)} has saved {name} here since this run started or resumed, but "
                     "only one run may write here. Stop one of the two, or set a different run_dir for each"
                 )
@@ -599,7 +594,7 @@ class CheckpointStore:
                     "must have the same names on all ranks, and sharded tensors the device mesh of the run"
                 )
 
-        self._on_main(doing, check)
+        on_main(self.world, doing, check)
         self._complete_shards = snapshot.shards
 
     def _retain(self, committed: str, step: int) -> None:
@@ -647,7 +642,8 @@ class CheckpointStore:
         def problem_of(file: str) -> str | None:
             return verify_file(storage, name, file, files[file], into, only_size=is_loaded_next and _has_tensors(file))
 
-        problems = self._gather(
+        problems = gather_from_all(
+            self.world,
             f"verify {storage.path_of(name)}",
             lambda: [problem for file in self._share(files) if (problem := problem_of(file))],
         )
@@ -656,7 +652,7 @@ class CheckpointStore:
     def _begin_fetching(self, checkpoint: Checkpoint) -> None:
         """Make a folder for copies of a checkpoint's remote files, if there is none. Every rank must call this."""
         if not self._fetched.is_of(checkpoint.digest):
-            self._on_all_ranks(f"fetch {checkpoint.path}", lambda: self._fetched.begin(checkpoint.digest))
+            on_all_ranks(self.world, f"fetch {checkpoint.path}", lambda: self._fetched.begin(checkpoint.digest))
             self._fetched.share(self.world)
 
     def _fetch_together(
@@ -679,60 +675,6 @@ class CheckpointStore:
             # As many ranks as have saved it will load just these, so that they fetch each byte of a bucket once.
             return [file for file in files if rank_of(file) % size == rank]
         return sorted(files, key=lambda file: -files[file].size_bytes)[rank::size]
-
-    def _on_main(self, doing: str, do: Callable[[], T]) -> T:
-        """Call a function on the main rank; every rank returns its result, or raises if it fails. One broadcast."""
-        value, error = _attempt(do) if self.world.is_main else (None, None)
-        value, failure = self.world.broadcast((value, _describe(error)))
-        self._raise_any(doing, [failure], error)
-        return value  # type: ignore[return-value]
-
-    def _on_all_ranks(self, doing: str, do: Callable[[], T]) -> T:
-        """Call a function on every rank, and return its result there; if it fails on one, all ranks raise.
-
-        Raises:
-            CheckpointError: a rank failed; the message has the error of each.
-        """
-        box: list[T] = []
-        self._gather(doing, lambda: box.append(do()))
-        return box[0]
-
-    def _gather(self, doing: str, do: Callable[[], T]) -> Sequence[T]:
-        """Do the same, and return the results of all ranks, which must be small. One gathering."""
-        value, error = _attempt(do)
-        gathered = self.world.all_gather_object((value, _describe(error)))
-        self._raise_any(doing, [failure for _, failure in gathered], error)
-        return [value for value, _ in gathered]  # type: ignore[misc]
-
-    def _raise_any(self, doing: str, failures: Sequence[_Failure | None], own: Exception | None) -> None:
-        there = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
-        if there:
-            lines = [each.text if self.world.size == 1 else f"rank {rank}: {each.text}" for rank, each in there]
-            is_final = any(each.is_concurrent_writer for _, each in there)
-            kind = _ConcurrentWriterError if is_final else CheckpointError
-            raise kind(f"cannot {doing}: {'; '.join(lines)}") from own
-
-
-class _Failure(NamedTuple):
-    """An error of one rank, for the others."""
-
-    text: str
-    is_concurrent_writer: bool
-
-
-def _attempt(do: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return the result of a function, or its error."""
-    try:
-        return do(), None
-    except Exception as error:
-        return None, error
-
-
-def _describe(error: Exception | None) -> _Failure | None:
-    if error is None:
-        return None
-    text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    return _Failure(text, isinstance(error, _ConcurrentWriterError))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,9 @@ import torch
 import xxhash
 
 from ..checkpoints.storage import open_storage
-from ..checkpoints.worker_thread import WorkerThread
 from ..distributed.world import World
 from ..private_torch import inductor_folder
+from ..worker_thread import WorkerThread
 
 FOLDER = "compile-cache"
 

@@ -253,21 +253,21 @@ class CheckpointStore:
 
     def _try_to_write(self, doing: str, info: _CheckpointInfo, snapshot: Snapshot) -> Checkpoint:
         sequence, name, token = on_main(self.world, doing, lambda: self._plan(info))
-        # In a bucket, the files of a checkpoint can only be replaced one by one.
-        deletes_first = info.name is not None and not self._storage.can_replace
         staged: list[Path] = []
 
         def write() -> dict[str, FileChecksum]:
             staged.append(self._storage.stage(f"{name}-{token}"))
             written = snapshot.write(staged[0], self.world.rank)
-            if not deletes_first:
+            if self._storage.can_replace:
                 self._storage.publish(staged[0], name, list(written))
             return written
 
         try:
             of_ranks = gather_from_all(self.world, doing, write)
-            if deletes_first:
-                on_main(self.world, doing, lambda: self._remove_replaced(name))
+            if not self._storage.can_replace:
+                # Only now that all ranks have written, because what is in a bucket has its final name.
+                if info.name is not None:
+                    on_main(self.world, doing, lambda: self._remove_replaced(name))
                 own = list(of_ranks[self.world.rank])
                 on_all_ranks(self.world, doing, lambda: self._storage.publish(staged[0], name, own))
             files = {file: each for written in of_ranks for file, each in written.items()}

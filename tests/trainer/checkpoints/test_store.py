@@ -813,26 +813,33 @@ def test_what_a_client_of_one_rank_raises_is_an_error_on_all(tmp_path: Path) -> 
     assert first[2] == "1"
 
 
-def _count_collectives(world: World, root: str) -> tuple[list[str], str, list[str]]:
-    """Return the collectives of the second save, and the error and what is left of a third that cannot begin."""
+def _agree(world: World, folder: str) -> list[tuple[list[str], str, list[str]]]:
+    """Return the collectives of a second save, and the error and what is left of a third that one rank cannot begin."""
     calls: list[str] = []
 
     def counted(name: str) -> Any:
         call = getattr(dist, name)
         return lambda *args, **options: (calls.append(name), call(*args, **options))[1]
 
-    store = CheckpointStore(root, world=world)
-    save(store, 1)
     for name in ("all_gather_object", "gather_object", "broadcast_object_list", "barrier"):
         setattr(dist, name, counted(name))
-    save(store, 2)
-    of_second = list(calls)
-    if not world.is_main:
-        storage_module._Local.stage = _cannot_stage  # type: ignore[method-assign]
-    with pytest.raises(CheckpointError) as failed:
-        save(store, 3)
-    world.barrier()
-    return of_second, str(failed.value), sorted(each.name for each in Path(root).iterdir())
+    fsspec.register_implementation("counted", Counted, clobber=True)
+    found = []
+    for scheme, kind in (("", storage_module._Local), ("counted://", storage_module._Remote)):
+        root = Path(folder, kind.__name__)
+        store = CheckpointStore(f"{scheme}{root}", world=world, keep_last="all")
+        save(store, 1)
+        calls.clear()
+        save(store, 2)
+        of_second = list(calls)
+        with pytest.MonkeyPatch.context() as patch:
+            if not world.is_main:
+                patch.setattr(kind, "stage", _cannot_stage)
+            with pytest.raises(CheckpointError) as failed:
+                save(store, 3)
+        world.barrier()
+        found.append((of_second, str(failed.value), sorted(each.name for each in root.iterdir())))
+    return found
 
 
 def _cannot_stage(storage: Any, token: str) -> Path:
@@ -841,12 +848,15 @@ def _cannot_stage(storage: Any, token: str) -> Path:
 
 def test_ranks_agree_four_times_in_a_save_and_leave_nothing_if_one_cannot_begin(tmp_path: Path) -> None:
     """On machines without an idle core, each collective waits for its turn on every rank."""
-    first, second = run_on_ranks(_count_collectives, 2, str(tmp_path))
+    first, second = run_on_ranks(_agree, 2, str(tmp_path))
     assert first == second
-    collectives, error, left = first
-    assert collectives == ["all_gather_object", "broadcast_object_list"] * 2
-    assert "rank 1: OSError: no space left" in error
-    assert left == ["step-00000001", "step-00000002"]
+    gather, broadcast = "all_gather_object", "broadcast_object_list"
+    # In a bucket, they also agree that all have written, before any uploads.
+    of_kinds = [gather, broadcast, gather, broadcast], [gather, broadcast, gather, gather, broadcast]
+    for (collectives, error, left), wanted in zip(first, of_kinds, strict=True):
+        assert collectives == wanted
+        assert "rank 1: OSError: no space left" in error
+        assert left == ["step-00000001", "step-00000002"]
 
 
 def test_what_is_no_plain_value_is_named_with_its_part_and_key(tmp_path: Path) -> None:

@@ -131,8 +131,16 @@ def time_lost(folder: str) -> list[Row]:
     ]  # fmt: skip
 
 
+def other_threads_s() -> float:
+    """Return the CPU time of all threads but this one, in which training and its backward passes run."""
+    return time.process_time() - time.thread_time()
+
+
 class Cost(NamedTuple):
-    """What one save costs, in seconds: the longest update less the usual one, all updates, the commit, CPU time."""
+    """What one save costs, in seconds: the longest update less the usual one, all updates, the commit, CPU time.
+
+    CPU time is that of beginning the save, and of all threads but the training one until it has ended.
+    """
 
     stall: float
     lost: float
@@ -143,13 +151,13 @@ class Cost(NamedTuple):
 def cost_of(trainer: Wide, begin: Callable[[], Callable[[], bool]], period_s: float) -> Cost:
     """Begin a save and train for a period; `begin` returns a function that tells whether the save has ended."""
     batch = torch.randn(ROWS, WIDTH)
-    usual_cpu_s = time.process_time()
+    usual_others_s = other_threads_s()
     usual = [seconds(lambda: trainer.train_step(batch)) for _ in range(USUAL)]
-    usual_cpu_s = (time.process_time() - usual_cpu_s) / USUAL
+    usual_others_s = (other_threads_s() - usual_others_s) / USUAL
     usual_s = statistics.median(usual)
     began_s, began_cpu_s, updates, complete_s = time.perf_counter(), time.process_time(), [], None
     is_done = begin()
-    at_s = began_s
+    begin_cpu_s, others_began_s, at_s = time.process_time() - began_cpu_s, other_threads_s(), began_s
     # All ranks make as many updates.
     while trainer.world.broadcast(complete_s is None or at_s - began_s < period_s):
         trainer.train_step(batch)
@@ -158,7 +166,7 @@ def cost_of(trainer: Wide, begin: Callable[[], Callable[[], bool]], period_s: fl
         at_s = now_s
         if complete_s is None and is_done():
             complete_s = now_s - began_s
-    cpu_s = time.process_time() - began_cpu_s - usual_cpu_s * len(updates)
+    cpu_s = begin_cpu_s + other_threads_s() - others_began_s - usual_others_s * len(updates)
     return Cost(max(updates) - usual_s, sum(updates) - usual_s * len(updates), complete_s, cpu_s)
 
 

@@ -636,13 +636,13 @@ def _attributes(program: object, kind: type[T]) -> dict[str, T]:
 
 
 def _without_submodules(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Drop models that are submodules of another and created with it, such as an encoder in a second attribute."""
+    """Drop models that are submodules of another, such as an encoder in a second attribute."""
     born = {name: {id(each): path for path, each in named_tensors({name: model})} for name, model in models.items()}
     parts = {
         name
         for name, model in models.items()
         for other in models.values()
-        if other is not model and parallelize.on_meta(model) and any(each is model for each in other.modules())
+        if other is not model and any(each is model for each in other.modules())
     }
     whole = {name: model for name, model in models.items() if name not in parts}
     for (one, first), (other, second) in itertools.combinations(whole.items(), 2):

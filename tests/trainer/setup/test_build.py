@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import lr_scheduler
 
-from headway.trainer import ConfigError, World
+from headway.trainer import ConfigError, ParallelConfig, World
+from tests.distributed import run_on_ranks
 from tests.tiny import Deep, Losses, StopAt, TinyConfig, TinyTrainer, weights
 
 ALONE = World.single("cpu")
@@ -68,6 +69,43 @@ def test_a_part_of_a_model_that_is_an_attribute_too_is_no_model_of_its_own() -> 
     assert list(trainer.models) == ["model"]
     assert trainer.model[0] is trainer.encoder
     assert trainer.encoder.weight is trainer.optimizer.param_groups[0]["params"][0]
+
+
+class PartWithValues(TinyTrainer):
+    """Its own initialization needs values, which under FSDP2 only the main rank creates."""
+
+    def configure_models(self) -> None:
+        self.encoder = nn.Linear(6, 4)
+        nn.init.ones_(self.encoder.bias)
+        self.model = nn.Sequential(self.encoder, nn.Linear(4, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        encoded = self.encoder(batch["x"]).square().mean() if self.calls_part else 0.0
+        return F.cross_entropy(self.model(batch["x"]), batch["y"]) + encoded
+
+    calls_part = True
+
+
+class PartInWhole(PartWithValues):
+    calls_part = False
+
+
+def _train_parts(world: World) -> list[dict[str, torch.Tensor]]:
+    found = []
+    for strategy, cls in (("ddp", PartWithValues), ("ddp", PartInWhole), ("fsdp", PartInWhole)):
+        trainer = cls(TinyConfig(max_steps=3, parallel=ParallelConfig(strategy=strategy)), world=world)
+        trainer.fit()
+        assert list(trainer.models) == ["model"]
+        found.append(weights(trainer))
+    return found
+
+
+def test_a_part_that_is_an_attribute_too_is_trained_once_on_each_rank() -> None:
+    one, other = run_on_ranks(_train_parts, 2)
+    torch.testing.assert_close(one, other, atol=0, rtol=0)
+    called, replicated, sharded = one
+    torch.testing.assert_close(sharded, replicated)
+    assert not torch.equal(called["model.0.weight"], replicated["model.0.weight"])
 
 
 def test_models_that_share_a_weight_are_refused_with_its_name() -> None:

@@ -60,15 +60,6 @@ class Interleave:
             total += np.diff(below) - np.diff(before)
         return total
 
-    def count(self, shard: int, row: int, source: int) -> int:
-        """Return how many of a shard's first `row` rows come from one source."""
-        total = 0
-        for start, end, edges in self._phases(row):
-            for at, sign in ((source + 1, 1), (source, -1)):
-                total += sign * _count_below(shard, self.shards, self.rotation, end, edges[at])
-                total -= sign * _count_below(shard, self.shards, self.rotation, start, edges[at])
-        return total
-
     def expected(self, row: int) -> npt.NDArray[np.float64]:
         """Return about how many of the first `row` rows of a shard come from each source."""
         total = np.zeros(len(self.edges[0]) - 1)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from .arrow import Rows, num_rows
 from .errors import DataError
-from .formats.base import DataFormat, Fragment, RowSource, take
+from .formats.base import DataFormat, Fragment, RowSource, check_format, take
 from .interleave import edges_of
 from .mixture_plan import Layout, MixturePlan, OnEnd, lay_out
 from .paths import nearest
@@ -71,8 +71,17 @@ class Mixture:
     rows_per_epoch: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.sources, Mapping):
+            raise DataError(
+                f"sources must be {{name: (data, weight)}}, whose names are those of metrics and row ids, got a "
+                f"{type(self.sources).__name__}"
+            )
         if not self.sources:
             raise DataError("sources is empty: a Mixture needs at least one source")
+        for name, source in self.sources.items():
+            if not isinstance(source, Sequence) or isinstance(source, str) or len(source) != 2:
+                raise DataError(f"sources[{name!r}] must be (data, weight), got a {type(source).__name__}")
+            check_format(source[0], f"sources[{name!r}][0]")
         if self.on_end not in get_args(OnEnd):
             raise DataError(f"on_end must be 'repeat', 'stop' or 'drop', got {self.on_end!r}")
         if self.on_end != "repeat" and self.rows_per_epoch is not None:
@@ -92,9 +101,13 @@ class Mixture:
                     raise DataError(f"weights_by_step[{step}] names {name!r}; {nearest(name, self.sources)}")
         for step, values in self.weights().items():
             for name, weight in zip(self.sources, values, strict=True):
-                if not 0 <= weight < float("inf") or (weight == 0 and self.on_end != "repeat"):
+                if (
+                    not isinstance(weight, int | float | np.number)
+                    or not 0 <= weight < float("inf")
+                    or (weight == 0 and self.on_end != "repeat")
+                ):
                     least = ">= 0" if self.on_end == "repeat" else "> 0"
-                    raise DataError(f"the weight of {name!r} must be a number {least}, got {weight}")
+                    raise DataError(f"the weight of {name!r} must be a number {least}, got {weight!r}")
             if not sum(values):
                 raise DataError(f"all weights are 0 from step {step} on; give at least one source a weight")
 
@@ -205,12 +218,12 @@ class MixedSource:
     def _describe_order(self, phases: Phases) -> str:
         """Return the weights, how sources end, and the most rows of an epoch, without spaces, which separate words."""
         assert self.layout is not None
-        told = ";".join(
+        weights_by_sample = ";".join(
             f"{row * self.layout.shards}:" + ",".join(f"{each:.9g}" for each in _shares(weights))
             for row, weights in phases
         )
         rows = self.layout.rows if self.mixture.on_end == "repeat" else self.rows
-        return f"({told};{self.mixture.on_end};{rows})"
+        return f"({weights_by_sample};{self.mixture.on_end};{rows})"
 
     def fragment(self, index: int) -> MixedFragment:
         """Return a fragment."""
@@ -288,7 +301,8 @@ class MixedSource:
         in_force = bisect_right(rows, here) - 1
         was = (here, before[in_force][1]), *before[in_force + 1 :]
         after = phases[bisect_left(rows, here) :]
-        change = f"mixture weights from step {step} ({self._name(here)}) on: {self._tell(was)} -> {self._tell(after)}"
+        weights = f"{self._describe(was)} -> {self._describe(after)}"
+        change = f"mixture weights from step {step} ({self._name(here)}) on: {weights}"
         return self.with_phases(phases, (*self.changes, change))
 
     def planned_phases(self, before: Phases, place: _Place, *, global_batch_size: int, tail: Tail) -> Phases:
@@ -329,7 +343,7 @@ class MixedSource:
         return place.epoch * self.span + place.offset // self.layout.shards
 
     def _name(self, row: int) -> str:
-        """Return what people call this row of each shard."""
+        """Return the name of this row of each shard in messages."""
         assert self.layout is not None
         if self.mixture.on_end == "repeat":
             return f"sample {row * self.layout.shards}"
@@ -371,13 +385,13 @@ class MixedSource:
             layout = replace(layout, interleave=replace(layout.interleave, starts=starts, edges=edges))
         return replace(self, layout=layout, phases=phases, changes=changes)
 
-    def _tell(self, phases: Phases) -> str:
+    def _describe(self, phases: Phases) -> str:
         """Return the weights from the first of these phases on."""
-        told = []
+        described = []
         for number, (row, weights) in enumerate(phases):
             shares = [f"{name} {share:.4g}" for name, share in zip(self.sources, _shares(weights), strict=True)]
-            told.append((f"from {self._name(row)} on " if number else "") + ", ".join(shares))
-        return "; ".join(told)
+            described.append((f"from {self._name(row)} on " if number else "") + ", ".join(shares))
+        return "; ".join(described)
 
     def plan(self, seed: int, epoch: int, *, shuffle: bool, tail: Tail) -> MixturePlan:
         """Return the order of one epoch of a training; only after `interleaved`."""

@@ -22,11 +22,11 @@ from .plan import Batch, EpochPlan, Read, Tail, shard_range, split_reads
 
 OnEnd = Literal["repeat", "stop", "drop"]
 
-# An interleave seldom gives a shard more rows more or less of a source than its weight says.
+# An interleave seldom gives a shard so many rows of a source more, or fewer, than the weight says.
 _DISCREPANCY = 16
-# Rows of each shard that are counted together to find the end of a source, at first and at most.
+# Rows of each shard that are counted together in the search for the end of a source, at first and at most.
 _ROWS_AT_A_TIME, _MOST_ROWS_AT_A_TIME = 64, 4096
-# The sources of the rows of so many batches are computed together, which is cheaper.
+# The sources of the rows of this many batches are computed together, which is cheaper.
 _BATCHES_AT_A_TIME = 16
 
 
@@ -105,7 +105,7 @@ def _until_the_end(
             current = np.where(active, values, 0.0)
             if not current.any():
                 return starts, edges, at
-            if starts[-1:] == [at]:  # two sources end at the same row
+            if starts[-1:] == [at]:  # two sources end at the same row, or one where the weights change
                 del starts[-1], edges[-1]
             starts.append(at)
             edges.append(edges_of(current.tolist()))
@@ -137,7 +137,7 @@ def _until_one_ends(
     skip = int(((left[given].min(axis=1) - _DISCREPANCY) / shares[given]).min())
     skip = skip if until is None else min(skip, until - row)
     counts, size = np.zeros_like(left), _ROWS_AT_A_TIME
-    while skip > size:  # skips what certainly suffices, by arithmetic, and counts the rest
+    while skip > size:  # skip rows that every source still has, by arithmetic, and count the rest row by row
         skipped = np.array([phase.counts(shard, row + skip) for shard in range(shards)]).T
         if (skipped <= left).all():
             row, counts = row + skip, skipped
@@ -149,7 +149,7 @@ def _until_one_ends(
         places = phase.sources(shard, rows) * shards + shard
         more = np.bincount(places, minlength=left.size).reshape(left.shape)
         if (lacks := np.flatnonzero(counts + more > left)).size:
-            # In the order of their places, and of the rows in each: the first that is one too many.
+            # In the order of (source, shard), then of the row: the first row that such a place lacks.
             order = np.argsort(places, kind="stable")
             begin = (np.cumsum(more) - more.reshape(-1))[lacks]
             end = int(rows[order[begin + (left - counts).reshape(-1)[lacks]]].min())

@@ -17,7 +17,7 @@ from .batching import GlobalBatch, explain_large_fragments
 from .cache import Cache
 from .engines import connected_to_ray
 from .errors import DataError
-from .formats.base import DataFormat, RowSource
+from .formats.base import DataFormat, RowSource, check_format
 from .formats.images import Images
 from .formats.token_budget import rows_are_batches
 from .mixture import MixedSource, Mixture, only_weights_differ
@@ -82,6 +82,7 @@ class Stream:
             raise DataError(f"readers must be an integer >= 1, got {readers}")
         if reader_cpus is not None and not (isinstance(reader_cpus, int | float) and 0 <= reader_cpus < math.inf):
             raise DataError(f"reader_cpus must be a number of CPUs >= 0, or None, got {reader_cpus!r}")
+        check_format(data)
         self.data = data
         self.transforms = tuple(transforms)
         self.shuffle, self.tail, self.shards, self.readers, self.engine = shuffle, tail, shards, readers, engine

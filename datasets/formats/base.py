@@ -5,6 +5,7 @@ Runs in Ray Data's workers too, so it imports neither torch nor Ray.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol, get_args
 
@@ -32,6 +33,15 @@ def check_options(columns: Sequence[str] | None, on_bad_row: str, name: str = "c
         raise DataError(f"on_bad_row must be 'raise' or 'skip', got {on_bad_row!r}")
     if isinstance(columns, str) or (columns is not None and not len(columns)):
         raise DataError(f"{name} must be a list of names, or None for all, got {columns!r}")
+
+
+def check_format(data: object, name: str = "data") -> None:
+    """Raise a `DataError` if `data`, the argument `name`, is no `DataFormat`."""
+    if isinstance(data, type) or not callable(getattr(data, "open", None)) or isinstance(data, os.PathLike):
+        raise DataError(
+            f"{name} must be data of a format, such as JsonLines(path), Parquet(path), WebDataset(path), Images(path) "
+            f"or HuggingFace(dataset), got a {type(data).__name__}"
+        )
 
 
 class Fragment(Protocol):

@@ -603,3 +603,11 @@ def test_row_groups_that_are_too_large_for_the_shuffle_are_named(
     (line,) = warnings(JsonLines(tmp), world_size=2)
     assert line.startswith("what is read at once from lines.jsonl:1 on has 100 rows")
     assert line.endswith("To take less memory, use more workers")
+
+
+@pytest.mark.parametrize(
+    "data", ["data/train", Path("data"), [1], torch.utils.data.TensorDataset(), JsonLines], ids=repr
+)
+def test_what_is_no_format_is_refused(data: Any) -> None:
+    with pytest.raises(DataError, match=rf"data must be data of a format, such as .*, got a {type(data).__name__}"):
+        Stream(data)

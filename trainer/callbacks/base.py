@@ -244,6 +244,11 @@ class CallbackList:
             _overrides(each, "on_gradients_ready") for each in others
         )
 
+    def have_own_state(self) -> bool:
+        """Return whether a callback of the user's returns state for checkpoints."""
+        others = [each for each in self._callbacks if not type(each).__module__.startswith(__package__)]
+        return any(_overrides(each, "state_dict") for each in others)
+
     def evaluation_context(self) -> AbstractContextManager[object]:
         """Return the nested contexts of all callbacks; errors on entry or exit get a note that names the callback."""
         return _nested(self._contexts.values(), self._trainer) if self._contexts else nullcontext()

@@ -36,6 +36,7 @@ from ..setup.dry_run import Estimate, estimate_of
 from ..setup.float8 import check_float8, convert_to_float8
 from ..setup.rank_consistency import check_agreement
 from ..setup.trainable import TrainableCheck
+from ..setup.unsaved_state import UnsavedState
 from ..setup.versions import check_same_versions
 from ..step.lr_stepping import LrStepping
 from ..step.oom import add_memory_advice, is_out_of_memory
@@ -264,6 +265,7 @@ class Engine:
         self._loop.compile_cache = compile_cache
         self._loop.check_trainable = TrainableCheck(program, ctx)
         self._loop.check_trainable()
+        self._loop.saver.check_unsaved = UnsavedState(program, ctx)
         trackers = self._given_trackers if self._given_trackers is not None else program.configure_trackers()
         if self.run_dir is not None and not any(isinstance(tracker, JsonlTracker) for tracker in trackers):
             # Commands that follow the run read this file.

@@ -34,6 +34,7 @@ class Saver:
 
     Attributes:
         schedule: when a checkpoint is due.
+        check_unsaved: called before each checkpoint, see `UnsavedState`.
         took_s: from the start of the last checkpoint to its commit; None before the first.
     """
 
@@ -47,6 +48,7 @@ class Saver:
         self.schedule = Schedule(ctx.config.checkpoint.every)
         self.took_s: float | None = None
         self._has_rehearsed = False
+        self.check_unsaved: Callable[[], None] | None = None
 
     def save(self) -> Checkpoint:
         """Save the state, and wait until it is written."""
@@ -114,6 +116,8 @@ class Saver:
         self.finish()
         self._optimizer_step.check_pending_norms()
         self._began_s = time.perf_counter()
+        if self.check_unsaved is not None:
+            self.check_unsaved()
         with self._in_phase():
             self._ctx.callbacks.on_checkpoint_start()
             started = save()

@@ -1,0 +1,93 @@
+"""State that a step keeps on the trainer for the next one: warned of, unless a callback saves it, of each rank."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from headway.trainer import Callback, World
+from tests.distributed import run_on_ranks
+from tests.tiny import StopAt, TinyConfig, TinyTrainer, weights
+
+ALONE = World.single("cpu")
+
+
+class Recurrent(TinyTrainer):
+    """Truncated backpropagation through time: the hidden state goes from batch to batch."""
+
+    def configure_models(self) -> None:
+        self.cell, self.hidden = nn.RNNCell(6, 5), torch.zeros(4, 5)
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.SGD(self.cell.parameters(), lr=0.1)
+
+    def configure_dataloaders(self) -> Any:
+        return DataLoader(torch.randn(96, 6, generator=torch.Generator().manual_seed(1)), batch_size=4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.cell(batch, self.hidden)
+        self.hidden = hidden.detach()
+        return (hidden - 1).square().mean()
+
+
+class Centers(TinyTrainer):
+    """Changes a tensor in place, and a number."""
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.center, self.factor, self.mean = torch.zeros(3), torch.ones(3), 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.logits = self.model(batch["x"]) * self.factor - self.center
+        self.center.mul_(0.9).add_(self.logits.detach().mean(0), alpha=0.1)
+        self.mean += self.logits.mean().item()
+        return self.logits.square().mean() + self.logits.mean()
+
+
+class KeepsHidden(Callback):
+    """Saves the hidden states of all ranks, one after the other."""
+
+    trainer: Recurrent
+
+    def on_setup_start(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"hidden": self.trainer.world.all_gather(self.trainer.hidden.flatten())}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        world = self.trainer.world
+        self.trainer.hidden = state_dict["hidden"].view(world.size, 4, 5)[world.rank].clone()
+
+
+def test_state_on_the_trainer_is_warned_of(tmp_path: Path) -> None:
+    for cls, names in ((Recurrent, "self.hidden"), (Centers, "self.center, self.mean")):
+        with pytest.warns(UserWarning, match=f"training_step hands {names} on to the next one, but no checkpoint has"):
+            cls(TinyConfig(max_steps=8), run_dir=str(tmp_path / cls.__name__), world=ALONE).fit()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        TinyTrainer(TinyConfig(max_steps=8), run_dir=str(tmp_path / "tiny"), world=ALONE).fit()
+        Recurrent(TinyConfig(max_steps=8), world=ALONE).fit()
+
+
+def _resume(world: World, folder: str) -> list[dict[str, torch.Tensor]]:
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for run, stops in (("whole", []), ("resumed", [StopAt(3)]), ("resumed", [])):
+            callbacks = [KeepsHidden(), *stops]
+            trainer = Recurrent(TinyConfig(max_steps=8), run_dir=f"{folder}/{run}", world=world, callbacks=callbacks)
+            trainer.fit()
+            found.append(weights(trainer))
+    return found
+
+
+def test_a_callback_saves_the_state_of_each_rank(tmp_path: Path) -> None:
+    for whole, _, resumed in run_on_ranks(_resume, 2, str(tmp_path)):
+        torch.testing.assert_close(resumed, whole, atol=0, rtol=0)

@@ -1,0 +1,115 @@
+"""Finds state that training steps keep on the trainer, where no checkpoint contains it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..loop.context import RunContext
+from ..private_torch import version_of
+from .build import Program
+
+
+class UnsavedState:
+    """Warns, once, of attributes that a `training_step` hands on to the next, such as the hidden state of an RNN.
+
+    A resumed run would begin without them. They are tensors and floats that the step reads before it sets them, and
+    tensors that it reads and has changed in place; not flags and counters, which often only make it print. Nothing is
+    said if a callback of the user's has a `state_dict`, which may return them.
+
+    Args:
+        program: the trainer.
+        ctx: of the run, set up.
+    """
+
+    def __init__(self, program: Program, ctx: RunContext) -> None:
+        self._program, self._ctx = program, ctx
+        self._handed_on, self._read = _attributes_of(getattr(type(program), "training_step", None))
+        self._versions = self._tensors()
+        self._has_warned = ctx.run_dir is None or not ctx.world.is_main
+
+    def __call__(self) -> None:
+        """Warn if there are any; called before a checkpoint."""
+        if self._has_warned or self._ctx.callbacks.have_own_state():
+            return
+        managed = {*self._ctx.models, *self._ctx.optimizers, *self._ctx.lr_stepping.schedulers}
+        attributes = {name for name, value in vars(self._program).items() if _is_state(value)} - managed
+        changed = {name for name, version in self._tensors().items() if self._versions.get(name, version) != version}
+        if names := sorted((attributes & self._handed_on) | changed):
+            self._has_warned = True
+            it = "them" if names[1:] else "it"
+            warnings.warn(
+                f"training_step hands {', '.join(f'self.{name}' for name in names)} on to the next one, but no "
+                f"checkpoint has {it}, so that a resumed run begins without {it}: return {it} from state_dict() of a "
+                "callback, see docs/checkpoints.md under Custom state",
+                stacklevel=2,
+            )
+
+    def _tensors(self) -> dict[str, int | None]:
+        """Return the versions of the tensors that the step reads and never sets."""
+        found = {name: vars(self._program).get(name) for name in self._read}
+        return {
+            name: version_of(value)
+            for name, value in found.items()
+            if isinstance(value, torch.Tensor) and not value.is_inference()
+        }
+
+
+def _is_state(value: Any) -> bool:
+    if isinstance(value, (tuple, list, dict)):
+        return any(map(_is_state, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, (float, torch.Tensor, np.ndarray))
+
+
+class _Attributes(ast.NodeVisitor):
+    """Collects the attributes of `self` in the order in which a function reads and sets them."""
+
+    def __init__(self, function: ast.FunctionDef) -> None:
+        self._owner = function.args.args[0].arg if function.args.args else ""
+        self.read_first: set[str] = set()
+        self.are_set: set[str] = set()
+        for each in function.body:
+            self.visit(each)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        """Visit the value first, as Python does."""
+        self.visit(node.value)
+        for target in node.targets:
+            self.visit(target)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        """Count the target as read, and then set."""
+        if (name := self._name(node.target)) and name not in self.are_set:
+            self.read_first.add(name)
+        self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        """Count an attribute."""
+        if not (name := self._name(node)):
+            self.generic_visit(node)
+        elif not isinstance(node.ctx, ast.Load):
+            self.are_set.add(name)
+        elif name not in self.are_set:
+            self.read_first.add(name)
+
+    def _name(self, node: ast.expr) -> str:
+        is_own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self._owner
+        return node.attr if is_own else ""  # type: ignore[attr-defined]
+
+
+def _attributes_of(function: Any) -> tuple[set[str], set[str]]:
+    """Return the attributes of `self` that a function reads before it sets them, and those that it only reads."""
+    try:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return set(), set()
+    if not isinstance(tree, ast.FunctionDef):
+        return set(), set()
+    found = _Attributes(tree)
+    return found.read_first & found.are_set, found.read_first - found.are_set

@@ -49,6 +49,8 @@ class Images:
         path: the folder, or its fsspec URI.
         mode: what Pillow converts images to, such as "RGB" or "L"; "F" is float32 [H, W], with the values of images
             that have more than 8 bits per channel.
+        apply_exif_orientation: turn photos as their EXIF data say. False gives the pixels as they are stored, as
+            torchvision's `ImageFolder` does.
         classes: names of all classes, in the order of their labels; None for the folders that have images.
         on_bad_row: a file that is not an image is an error at the start, and damaged pixels are one when they are read;
             both name the file ("raise"). Or both are left out ("skip"), for which the first start decodes every image.
@@ -67,6 +69,7 @@ class Images:
     on_bad_row: OnBadRow = "raise"
     index: PathLike | None = None
     cache: Cache | None = None
+    apply_exif_orientation: bool = False
 
     def __post_init__(self) -> None:
         check_options(self.classes, self.on_bad_row, "classes")
@@ -109,7 +112,8 @@ class Images:
         if not good.any():
             raise DataError(f"{self} has no image that can be decoded")
         order = np.flatnonzero(good)[permutation(int(good.sum()), _ORDER)]
-        digest = hashlib.sha256(f"{self.mode}\0{key}\0{len(bad)}\0{labels}".encode()).hexdigest()[:16]
+        turned = "turned\0" if self.apply_exif_orientation else ""
+        digest = hashlib.sha256(f"{turned}{self.mode}\0{key}\0{len(bad)}\0{labels}".encode()).hexdigest()[:16]
         return ImageSource(
             path=str(self),
             mode=self.mode,
@@ -121,6 +125,7 @@ class Images:
             fingerprint=digest,
             versions=tuple(versions[each] for each in order) if versions else (),
             entries=entries,
+            apply_exif_orientation=self.apply_exif_orientation,
         )
 
     def _list(self) -> tuple[_Folder, list[str], list[int], list[str]]:
@@ -213,6 +218,7 @@ class ImageFiles(NamedTuple):
         mode: see `Images`.
         versions: of the files, for the cache; empty without one.
         entries: the cache.
+        apply_exif_orientation: see `Images`.
     """
 
     path: str
@@ -222,6 +228,7 @@ class ImageFiles(NamedTuple):
     mode: str
     versions: tuple[str, ...] = ()
     entries: Entries | None = None
+    apply_exif_orientation: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -257,7 +264,7 @@ class ImageFiles(NamedTuple):
         if len(data) != size:
             raise DataError(f"{name} in {self.path} has changed since the run started. Start a new run for new data")
         try:
-            return _decode(io.BytesIO(data), self.mode)
+            return _decode(io.BytesIO(data), self.mode, self.apply_exif_orientation)
         except DataError as error:
             raise DataError(
                 f"{name} in {self.path} is damaged: {error}. Remove it, or set on_bad_row='skip'"
@@ -275,7 +282,7 @@ class ImageSource:
         skipped_rows: images that are left out because they are damaged.
         row_bytes: mean size of an image in memory.
         fingerprint: of the names and sizes of all files, the classes, the mode, and what is left out.
-        versions, entries: see `ImageFiles`.
+        versions, entries, apply_exif_orientation: see `ImageFiles`.
     """
 
     path: str
@@ -288,6 +295,7 @@ class ImageSource:
     fingerprint: str
     versions: tuple[str, ...] = ()
     entries: Entries | None = None
+    apply_exif_orientation: bool = False
 
     @property
     def rows(self) -> int:
@@ -304,7 +312,8 @@ class ImageSource:
         some = slice(index * _FRAGMENT_ROWS, (index + 1) * _FRAGMENT_ROWS)
         labels = None if self.labels is None else self.labels[some]
         return ImageFiles(
-            *(self.path, self.names[some], self.sizes[some], labels, self.mode, self.versions[some], self.entries)
+            *(self.path, self.names[some], self.sizes[some], labels, self.mode, self.versions[some], self.entries),
+            apply_exif_orientation=self.apply_exif_orientation,
         )
 
     def row_name(self, index: int, row: int) -> str:
@@ -431,16 +440,18 @@ def _contents(file: Any, folder: str, name: str) -> bytes:
         raise _unreadable(name, folder, error) from error
 
 
-def _decode(file: Any, mode: str) -> npt.NDArray[Any]:
+def _decode(file: Any, mode: str, apply_exif_orientation: bool) -> npt.NDArray[Any]:
     """Return the pixels of an image.
 
     Raises:
         DataError: it is damaged.
     """
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     try:
         with Image.open(file) as image:
+            if apply_exif_orientation:
+                ImageOps.exif_transpose(image, in_place=True)
             return np.asarray(image.convert(mode))
     except Exception as error:  # Pillow's plugins raise many types
         raise DataError(_why_undecodable(error)) from error

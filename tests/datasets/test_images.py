@@ -126,6 +126,17 @@ def test_every_image_of_a_folder_is_read_whatever_its_kind(tmp_path: Path) -> No
     assert source.fragment(0).read()["image"].shape == (6, 3, 4, 3)
 
 
+def test_photos_are_turned_as_their_exif_data_say_only_on_request(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    Image.new("RGB", (8, 3)).save(tmp_path / "a.jpg", exif=exif)
+    stored, turned = (Images(tmp_path, apply_exif_orientation=each).open() for each in (False, True))
+    assert stored.fragment(0).read()["image"].shape == (1, 3, 8, 3)
+    assert turned.fragment(0).read()["image"].shape == (1, 8, 3, 3)
+    assert turned.fragment(0).take(slice(0, 1)).read()["image"].shape == (1, 8, 3, 3)
+    assert stored.fingerprint != turned.fingerprint
+
+
 def test_images_without_folders_have_no_label(folder: Path) -> None:
     assert set(batches(Images(folder / "ant" / "deep"))[0].micro_batches[0]) == {"image"}
     (folder / "ant.png").write_bytes((folder / "ant" / "00.png").read_bytes())

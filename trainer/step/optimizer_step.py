@@ -141,6 +141,10 @@ class OptimizerStep:
             get_gradient_edge(parameter) for parameter in _trainable(self._optimizers)
         ]
         self._in_user_step = False
+        every = (parameter for model in self._models.values() for parameter in model.parameters())
+        self._positions = {id(parameter): position for position, parameter in enumerate(every)}
+        self._sorted_ids: list[int] = []
+        self._sorted: list[Any] = []
         self._rng = OptimizerRng(self._optimizers, ctx.config.seed) if ctx.world.size > 1 else None
         for name, optimizer in ctx.optimizers.items():
             optimizer.register_step_pre_hook(partial(self._refuse_other_steps, name))
@@ -568,7 +572,7 @@ class OptimizerStep:
             scale_gradients([p.grad for p in _parameters_with_gradient(optimizers)], 1.0 / self._scaler.scale)
         self.stepping = optimizers
         self._callbacks.on_gradients_ready()
-        parameters = _parameters_with_gradient(optimizers)
+        parameters = self._in_model_order(_parameters_with_gradient(optimizers))
         if not parameters:
             raise StepError(
                 "no parameter of the optimizer got a gradient: the loss does not depend on the model, or the optimizer "
@@ -628,6 +632,17 @@ class OptimizerStep:
         if self._loss_world.is_main:
             self._metrics.add(norms)
         return norm
+
+    def _in_model_order(self, parameters: list[Any]) -> list[Any]:
+        """Sort parameters as the models do, so that their norm adds as in `clip_grad_norm_(model.parameters())`.
+
+        Optimizers often have groups in another order. Sorted again only if there are other parameters than last time.
+        """
+        ids = list(map(id, parameters))
+        if ids != self._sorted_ids:
+            self._sorted_ids, last = ids, len(self._positions)
+            self._sorted = sorted(parameters, key=lambda parameter: self._positions.get(id(parameter), last))
+        return self._sorted
 
     def _refuse_other_steps(self, name: str, *_: Any) -> None:
         if self._is_accumulating or self._has_accumulated:

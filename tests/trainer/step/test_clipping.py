@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from headway.trainer import NonFiniteError, World
 from headway.trainer.callbacks import GradientNorms
 from headway.trainer.step.gradients import clip_norm, total_norm
-from tests.tiny import Losses, TinyConfig, TinyTrainer, weights
+from tests.tiny import Losses, Rows, TinyConfig, TinyTrainer, weights
 
 KINDS = {
     "float32": [torch.float32] * 3,
@@ -53,6 +53,39 @@ def test_the_norm_has_no_graph_even_where_a_gradient_has() -> None:
     norm = total_norm([p.grad for p in given])
     assert not norm.requires_grad
     clip_norm(given, 0.1, norm)
+
+
+class Grouped(TinyTrainer):
+    """Its optimizer has the parameters in another order than the model."""
+
+    def configure_models(self) -> None:
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(9)), torch.nn.Linear(6, 3))
+        self.first = {name: value.clone() for name, value in self.model.state_dict().items()}
+
+    def configure_optimizers(self) -> None:
+        matrices = [each for each in self.model.parameters() if each.dim() > 1]
+        others = [each for each in self.model.parameters() if each.dim() < 2]
+        self.optimizer = torch.optim.SGD([{"params": others}, {"params": matrices}], lr=0.5)
+
+
+def test_the_norm_adds_in_the_order_of_the_model_as_a_plain_loop_does() -> None:
+    trainer, rows = Grouped(TinyConfig(max_steps=20, max_grad_norm=0.01), world=World.single("cpu")), Rows(103)
+    trainer.fit()
+    model = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(9)), torch.nn.Linear(6, 3))
+    norms = []
+    model.load_state_dict(trainer.first)
+    for _, ids in trainer.seen:
+        model.zero_grad()
+        torch.nn.functional.cross_entropy(model(rows.x[ids]), rows.y[ids]).backward()
+        gradients = [each.grad for each in model.parameters()]
+        norms.append((get_total_norm(gradients), get_total_norm(sorted(gradients, key=torch.Tensor.dim))))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        with torch.no_grad():
+            for each in model.parameters():
+                each.sub_(each.grad, alpha=0.5)
+    assert any(not torch.equal(one, other) for one, other in norms), "the order makes no difference here"
+    own = {f"model.{name}": value for name, value in model.state_dict().items()}
+    torch.testing.assert_close(weights(trainer), own, atol=0, rtol=0)
 
 
 class Embeds(TinyTrainer):

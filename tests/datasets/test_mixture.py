@@ -439,3 +439,13 @@ def test_sources_that_do_not_fit_together_are_refused(sources: Any, tmp_path: Pa
     tokens = Parquet(tmp_path / "web.parquet", columns=["id"])
     with pytest.raises(DataError, match="the sources of a mixture must give the same"):
         batches(Mixture({**sources, "tokens": (tokens, 1)}))
+    (tmp_path / "own.jsonl").write_text('{"source": 1}\n' * 8)
+    with pytest.raises(DataError, match="a source has a column 'source', which a Mixture adds; leave it out"):
+        batches(Mixture({"own": (JsonLines(tmp_path / "own.jsonl"), 1)}))
+
+
+def test_an_epoch_that_would_end_before_its_first_batch_is_refused(sources: Any) -> None:
+    ends_first = {name: (data, 1000 if name == "books" else 1) for name, (data, _) in sources.items()}
+    stream = Stream(Mixture(ends_first, on_end="stop"), engine="threads", shards=8)
+    with pytest.raises(DataError, match="the first source ends after [0-9]+ rows .* less than global_batch_size 64"):
+        stream.setup(shard_info(global_batch_size=64))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 import warnings
@@ -103,6 +104,7 @@ class _Attributes(ast.NodeVisitor):
         return node.attr if is_own else ""  # type: ignore[attr-defined]
 
 
+@functools.cache
 def _attributes_of(function: Any) -> tuple[set[str], set[str]]:
     """Return the attributes of `self` that a function reads before it sets them, and those that it only reads."""
     try:

@@ -32,9 +32,7 @@ class ASHA:
 
     def __post_init__(self) -> None:
         _check_positive_ints(self, "grace", "max_evaluations")
-        if not self.reduction > 1:
-            raise ConfigError(f"reduction must be > 1, got {self.reduction!r}")
-        _check_grace(self)
+        _check_rungs(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +63,7 @@ class HyperBand:
 
     def __post_init__(self) -> None:
         _check_positive_ints(self, "grace", "max_evaluations", *(["brackets"] if self.brackets is not None else []))
-        if not self.reduction > 1:
-            raise ConfigError(f"reduction must be > 1, got {self.reduction!r}")
-        _check_grace(self)
+        _check_rungs(self)
         if self.brackets is not None and self.brackets > self._most_brackets:
             raise ConfigError(
                 f"brackets must be <= {self._most_brackets} with max_evaluations={self.max_evaluations}, "
@@ -151,11 +147,18 @@ Scheduler: TypeAlias = ASHA | HyperBand | MedianStopping | PBT
 
 
 def is_tune_scheduler(value: Any) -> bool:
-    """Return whether a value is a `TrialScheduler` of Ray Tune. Does not import Ray, which takes a second."""
-    return any(each.__module__ == "ray.tune.schedulers.trial_scheduler" for each in type(value).__mro__)
+    """Return whether a value is a `TrialScheduler` of Ray Tune."""
+    return is_from(value, "ray.tune.schedulers.trial_scheduler")
 
 
-def _check_grace(scheduler: ASHA | HyperBand) -> None:
+def is_from(value: Any, module: str) -> bool:
+    """Return whether a class of the value is defined in a module. Does not import it, because Ray takes a second."""
+    return any(each.__module__ == module for each in type(value).__mro__)
+
+
+def _check_rungs(scheduler: ASHA | HyperBand) -> None:
+    if not scheduler.reduction > 1:
+        raise ConfigError(f"reduction must be > 1, got {scheduler.reduction!r}")
     if scheduler.grace > scheduler.max_evaluations:
         raise ConfigError(f"grace must be <= max_evaluations ({scheduler.max_evaluations}), got {scheduler.grace}")
 

@@ -21,7 +21,7 @@ from . import optuna_search
 from .objectives import Constraint
 from .optuna_search import TPE, PastTrial
 from .sampling import AXES, Params, axis_of, combinations, conditions, sample
-from .schedulers import PBT, Scheduler, is_tune_scheduler
+from .schedulers import PBT, Scheduler, is_from, is_tune_scheduler
 from .space import Axis, Grid, LogUniform, Normal, Uniform, When, as_axis, contains
 from .space_checks import check_point, check_space, check_varied
 
@@ -176,7 +176,7 @@ class Search:
     @property
     def has_searcher(self) -> bool:
         """Whether the algorithm is a `Searcher` of Ray Tune."""
-        return _is_from(self.algorithm, "ray.tune.search.searcher")
+        return is_from(self.algorithm, "ray.tune.search.searcher")
 
     @property
     def varied(self) -> dict[str, Axis]:
@@ -344,13 +344,13 @@ class Search:
                     f"When cannot be used with {_class_of(algorithm)}, which searches all axes in every trial: use "
                     "algorithm='random' or 'tpe'"
                 )
-            if _is_from(algorithm, "ray.tune.search.repeater"):
+            if is_from(algorithm, "ray.tune.search.repeater"):
                 raise ConfigError(
                     "algorithm=Repeater(...) would repeat trials of a sweep with the same seed: use it in a Tuner of "
                     "trainable(experiment), which gives each repetition another seed"
                 )
             return
-        if _is_from(algorithm, "ray.tune.search.search_algorithm"):
+        if is_from(algorithm, "ray.tune.search.search_algorithm"):
             raise ConfigError(
                 f"algorithm must be a Searcher, got a {_class_of(algorithm)}: use algorithm='grid', or 'random' with "
                 "Grid(...) for some axes"
@@ -411,11 +411,6 @@ class Search:
             raise ConfigError(
                 f"algorithm={name} cannot be used with PBT, which changes the values of trials while they train"
             )
-
-
-def _is_from(value: Any, module: str) -> bool:
-    """Return whether a class of the value is defined in a module. Does not import it, because Ray takes a second."""
-    return any(each.__module__ == module for each in type(value).__mro__)
 
 
 def _class_of(value: Any) -> str:

@@ -142,8 +142,7 @@ def _train(
         except BaseException as error:
             display.close()
             with keep_error(error):
-                run.update(status="failed", reason="", error=summarize_error(error), ended=now())
-                write_driver_ended(run, "failed")
+                record_failure(run, error)
             _add_next_steps(error, run, without=" without --resume never" if is_never else "")
             raise
         close(run, result, display, without=" without --resume never" if is_never else "")
@@ -256,6 +255,16 @@ def keep_error(error: BaseException) -> Iterator[None]:
         yield
     except StorageError as unavailable:
         error.add_note(f"its record could not be updated, and may still say that it runs: {unavailable}")
+
+
+def record_failure(run: Run, error: BaseException) -> None:
+    """Record that a start of a run ended by an error.
+
+    Raises:
+        StorageError: the storage is unavailable.
+    """
+    run.update(status="failed", reason="", error=summarize_error(error), ended=now())
+    write_driver_ended(run, "failed")
 
 
 def write_driver_ended(run: Run, status: str) -> None:

@@ -27,15 +27,14 @@ from ..config.experiment import Experiment
 from ..config.loader import check_not_redacted
 from ..config.scaling import Scaling
 from ..config.values import with_values
-from ..errors import StorageError
 from ..runs.open import OpenedRun, open_run, provenance_of
 from ..runs.pointer import Pointer
 from ..runs.result import RunResult
 from ..runs.resume import ResumeOptions
-from ..runs.run import HEARTBEAT_S, Run, now
+from ..runs.run import HEARTBEAT_S, Run
 from ..storage.events import EventWriter, read_events
 from ..storage.folder import Folder, retry_storage
-from .fit import close, finished_result, summarize_error, write_driver_ended
+from .fit import close, finished_result, keep_error, record_failure
 from .ray_train_thread import RayTrainThread
 from .worker import Task, enter_driver_folders, has_accelerator, run_attempt
 from .worker_check import driver_versions
@@ -235,10 +234,8 @@ def _kept_record(run: Run) -> Iterator[_RecordKeeper]:
         yield keeper
     except BaseException as error:
         keeper.close()
-        # A failed write must not hide the error.
-        with contextlib.suppress(StorageError):
-            run.update(status="failed", reason="", error=summarize_error(error), ended=now())
-            write_driver_ended(run, "failed")
+        with keep_error(error):
+            record_failure(run, error)
         run.release()
         raise
     keeper.close()

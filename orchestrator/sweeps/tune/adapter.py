@@ -163,9 +163,6 @@ class JournalSearcher(NotPickled, Searcher):  # type: ignore[misc]
     def save(self, checkpoint_path: str) -> None:
         """Save nothing: the state is in the journal."""
 
-    def restore(self, checkpoint_path: str) -> None:
-        """Restore nothing."""
-
 
 class AbortStopper(NotPickled, tune.Stopper):  # type: ignore[misc]
     """Aborts all trials without checkpoints when the driver says so."""

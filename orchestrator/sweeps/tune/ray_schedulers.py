@@ -158,12 +158,6 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
         """Return the debug text of Ray's scheduler."""
         return str(self._inner[0].debug_string())
 
-    def save(self, checkpoint_path: str) -> None:
-        """Save nothing: the state is in the journal."""
-
-    def restore(self, checkpoint_path: str) -> None:
-        """Restore nothing."""
-
     def _of(self, trial: TuneTrial) -> TrialScheduler:
         """Return the scheduler of a trial: that of its bracket. Ray Tune would draw the bracket at random."""
         if len(self._inner) == 1:

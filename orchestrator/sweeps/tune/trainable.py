@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
@@ -20,20 +19,17 @@ from headway.trainer.errors import CheckpointError, ConfigError
 
 from ...config.experiment import Experiment
 from ...config.values import check_paths
-from ...errors import StorageError
 from ...runs.open import open_run
 from ...runs.pointer import read_pointer
 from ...runs.result import RunResult
 from ...runs.resume import ResumeOptions
-from ...runs.run import Run, now
+from ...runs.run import Run
 from ...storage.folder import Folder
-from ...train.driver import RunDriver
-from ...train.fit import close, finished_result, summarize_error, write_driver_ended
-from ...train.signals import StopSignals
+from ...train.fit import close, finished_result, keep_error, record_failure
 from ...train.train_loop import Start, train_rank
 from ...train.worker import has_accelerator
 from .reporting import EventReporter, ReportEvaluations, TuneReporter, trial_callbacks
-from .trial import trial_resources
+from .trial import drive, trial_resources
 
 _TRIAL = "trial.json"
 
@@ -166,16 +162,11 @@ def _drive(start: Start, experiment: Experiment, reporter: TuneReporter, callbac
     if opened.state == "finished":
         return finished_result(run, display)
     try:
-        # The trial may have to wait for other trials to end.
-        result = RunDriver(
-            experiment, run, StopSignals(), display, resume_options=start.resume_options, verbose=False, spares=False,
-            callbacks=callbacks, enforce_wait=False,
-        ).run()  # fmt: skip
+        result = drive(experiment, run, display, callbacks, start.resume_options)
         close(run, result, display)
     except BaseException as error:
-        with contextlib.suppress(StorageError):
-            run.update(status="failed", reason="", error=summarize_error(error), ended=now())
-            write_driver_ended(run, "failed")
+        with keep_error(error):
+            record_failure(run, error)
         raise
     finally:
         run.release()

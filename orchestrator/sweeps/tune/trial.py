@@ -25,12 +25,13 @@ from ...errors import RunConflictError
 from ...runs.ownership import own_folder
 from ...runs.pointer import read_pointer
 from ...runs.requests import clear_stop_request, read_stop_request
+from ...runs.result import RunResult
 from ...runs.resume import ResumeOptions
 from ...runs.run import Driver, Run, now
 from ...storage.events import read_events
 from ...storage.folder import Folder, retry_storage
 from ...train.driver import RunDriver
-from ...train.fit import close, summarize_error, write_driver_ended
+from ...train.fit import close, record_failure
 from ...train.signals import StopSignals
 from ...train.train_loop import Start
 from ...train.worker import run_attempt
@@ -91,22 +92,15 @@ def _train_trial(run: Run, experiment: Experiment, resume: str, task: SweepTask)
     display = RunConsole(Console(quiet=True)) if trains_here else EventReporter(reporter)
     reports = [ReportEvaluations(reporter)] if trains_here else []
     try:
-        result = RunDriver(
-            experiment, run, StopSignals(), display, verbose=False, spares=False,
-            train=_train_here if trains_here else run_worker_group,
-            callbacks=[*reports, *trial_callbacks(saves=task.pauses, is_adopted=resume != "auto")],
-            # The sweep's driver enforces the wait: a trial may have to wait for others to end.
-            enforce_wait=False,
-            resume_options=ResumeOptions(resume=resume, accept_changes=task.pauses),
-        ).run()  # fmt: skip
+        callbacks = [*reports, *trial_callbacks(saves=task.pauses, is_adopted=resume != "auto")]
+        result = drive(experiment, run, display, callbacks, ResumeOptions(resume=resume, accept_changes=task.pauses))
         if result.status == "completed":
             check_metric(task.metric, result.metrics, "a trial")
     except RunConflictError:
         # The trial's files belong to another process now.
         return
     except Exception as error:
-        run.update(status="failed", reason="", error=summarize_error(error), ended=now())
-        write_driver_ended(run, "failed")
+        record_failure(run, error)
         return
     if task.pauses:
         # A checkpoint of another trial contains that trial's best value.
@@ -116,6 +110,18 @@ def _train_trial(run: Run, experiment: Experiment, resume: str, task: SweepTask)
     if reporter.has_ended:
         # Ray Tune expects a paused trial's function to end this way.
         sys.exit(0)
+
+
+def drive(
+    experiment: Experiment, run: Run, display: RunConsole, callbacks: Sequence[Callback], resume_options: ResumeOptions
+) -> RunResult:
+    """Drive the run of a trial to its end, as `fit` does. Raises whatever the trainer raises."""
+    return RunDriver(
+        experiment, run, StopSignals(), display, verbose=False, spares=False, callbacks=callbacks,
+        train=_train_here if experiment.scaling.trains_in_trial else run_worker_group, resume_options=resume_options,
+        # A trial may have to wait for others to end. In a sweep, its driver enforces the wait.
+        enforce_wait=False,
+    ).run()  # fmt: skip
 
 
 def _best_of_own_evaluations(run: Run, task: SweepTask) -> Best:

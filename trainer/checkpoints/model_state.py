@@ -275,7 +275,7 @@ def tensors_changed_by_step(
         value
         for optimizer in optimizers.values()
         for state in optimizer.state.values()
-        for value in state.values()
+        for value in (state.values() if isinstance(state, Mapping) else (state,))
         if isinstance(value, torch.Tensor)
     ]
     values += others

@@ -196,7 +196,7 @@ def state_bytes(optimizer: Optimizer, precision: Precision) -> int:
     ]
     try:
         optimizer.step()
-        tensors = (value for each in optimizer.state.values() for value in each.values())
+        tensors = (value for each in optimizer.state.values() if isinstance(each, dict) for value in each.values())
         return _bytes(value for value in tensors if isinstance(value, torch.Tensor))
     finally:
         optimizer.param_groups, optimizer.state = groups, state

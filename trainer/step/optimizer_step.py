@@ -81,7 +81,7 @@ class OptimizerStep:
 
     Attributes:
         is_last_micro_batch: whether the current micro-batch is the last of the update.
-        learning_rates: of the last update, in the order of the parameter groups.
+        learning_rates: of the last update, in the order of the parameter groups; None for a group without one.
         logged: values that the step logs; merged into `metrics` when the update is applied.
         weight: of the current micro-batch in means; 1 between micro-batches.
         is_padding: whether the current micro-batch only keeps the ranks in step: its values do not count.
@@ -152,7 +152,7 @@ class OptimizerStep:
         self.is_last_micro_batch = True
         self.is_padding = False
         self.weight: LossWeight = 1.0
-        self.learning_rates: list[float | torch.Tensor] = []
+        self.learning_rates: list[float | torch.Tensor | None] = []
         self.logged = MeanMetrics()
         self.wait_for_snapshot: Callable[[], None] | None = None
 
@@ -358,7 +358,8 @@ class OptimizerStep:
 
     def last_learning_rates(self) -> dict[str, float]:
         """Return the learning rates of the last update: "lr", or "lr/<group>" if there are several."""
-        return {name: float(rate) for name, rate in zip(self._group_names, self.learning_rates, strict=False)}
+        rates = zip(self._group_names, self.learning_rates, strict=False)
+        return {name: float(rate) for name, rate in rates if rate is not None}
 
     def counters(self) -> dict[str, float]:
         """Return the loss scale and the numbers of skipped and retried updates for the log, if applicable."""
@@ -605,7 +606,7 @@ class OptimizerStep:
         if self.wait_for_snapshot is not None:
             self.wait_for_snapshot()
             self.wait_for_snapshot = None
-        rates = [_snapshot_rate(group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups]
+        rates = [_snapshot_rate(group.get("lr")) for optimizer in self._optimizers for group in optimizer.param_groups]
         in_user_step, self._in_user_step = self._in_user_step, False
         for optimizer in optimizers:
             try:
@@ -839,6 +840,6 @@ def _group_names(optimizers: Mapping[str, Optimizer]) -> list[str]:
     return names if len(names) > 1 else ["lr"]
 
 
-def _snapshot_rate(rate: float | torch.Tensor) -> float | torch.Tensor:
-    """Copy a learning rate that is a tensor, since schedulers overwrite it in place."""
+def _snapshot_rate(rate: float | torch.Tensor | None) -> float | torch.Tensor | None:
+    """Copy a learning rate that is a tensor, since schedulers overwrite it in place; None if an optimizer has none."""
     return rate.clone() if isinstance(rate, torch.Tensor) else rate

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim import SGD, Optimizer
 
-from headway.trainer import ConfigError, Duration, ParallelConfig, World
+from headway.trainer import CheckpointConfig, ConfigError, Duration, ParallelConfig, World
 from tests.distributed import run_on_ranks
 from tests.tiny import StopAt, TinyConfig, TinyTrainer, weights
 
@@ -166,6 +166,38 @@ def test_a_state_dict_of_another_form_is_refused_if_the_run_saves(tmp_path: Path
     assert TrainsByOwnForm(_config(), world=ALONE).fit().steps == 6
     with pytest.raises(ConfigError, match=r"has slow, base_optimizer, but no 'state' and no 'param_groups'"):
         TrainsByOwnForm(_config(), world=ALONE, run_dir=tmp_path / "run").fit()
+
+
+class WithoutRate(SGD):
+    """Has no learning rate, as transformers' Adafactor, and a count beside the state of the parameters, as SPAM."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.state["count"] = 0
+        self.param_groups[0]["lr"] = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.state["count"] += 1
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=0.1 / self.state["count"])
+
+
+class TrainsWithoutRate(TrainsBy):
+    optimizer_class = WithoutRate
+
+
+def test_an_optimizer_may_have_no_learning_rate_and_state_of_its_own(tmp_path: Path) -> None:
+    whole = TrainsWithoutRate(_config(), world=ALONE)
+    assert "lr" not in whole.fit().metrics
+    options = {"world": ALONE, "run_dir": str(tmp_path / "run")}
+    TrainsWithoutRate(
+        _config(checkpoint=CheckpointConfig(every=Duration(1, "steps"))), callbacks=[StopAt(3)], **options
+    ).fit()
+    resumed = TrainsWithoutRate(_config(), **options)
+    resumed.fit()
+    assert resumed.optimizer.state["count"] == 6
+    torch.testing.assert_close(weights(resumed), weights(whole), atol=0, rtol=0)
 
 
 def _step_by_others(world: World, folder: str) -> dict[str, torch.Tensor]:

@@ -105,6 +105,7 @@ def test_workers_and_trials_run_on_nodes_with_the_labels(tmp_path: Path, monkeyp
     def where(run_dir: str) -> list[dict[str, Any]]:
         return [json.loads(path.read_text()) for path in sorted(Path(run_dir).glob("node-*.json"))]
 
+    assert not ray.is_initialized(), "needs its own Ray"
     with machines(monkeypatch, 0) as cluster:
         for zone in ("a", "b", "b"):
             cluster.add_node(num_cpus=1, labels={"zone": zone})

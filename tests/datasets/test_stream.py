@@ -606,7 +606,9 @@ def test_row_groups_that_are_too_large_for_the_shuffle_are_named(
 
 
 @pytest.mark.parametrize(
-    "data", ["data/train", Path("data"), [1], torch.utils.data.TensorDataset(), JsonLines], ids=repr
+    "data",
+    ["data/train", Path("data"), [1], torch.utils.data.TensorDataset(), JsonLines],
+    ids=["text", "path", "list", "torch dataset", "class"],
 )
 def test_what_is_no_format_is_refused(data: Any) -> None:
     with pytest.raises(DataError, match=rf"data must be data of a format, such as .*, got a {type(data).__name__}"):

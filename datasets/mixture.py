@@ -73,7 +73,7 @@ class Mixture:
     def __post_init__(self) -> None:
         if not isinstance(self.sources, Mapping):
             raise DataError(
-                f"sources must be {{name: (data, weight)}}, whose names are those of metrics and row ids, got a "
+                f"sources must be {{name: (data, weight)}}, where the names appear in metrics and row ids, got a "
                 f"{type(self.sources).__name__}"
             )
         if not self.sources:

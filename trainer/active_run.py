@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .callbacks.base import CallbackList
-from .checkpoints.agreement import on_main
+from .checkpoints.collective_errors import on_main
 from .checkpoints.export import (
     cast_weights,
     choose_model,

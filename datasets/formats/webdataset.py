@@ -49,7 +49,7 @@ class WebDataset:
     Args:
         path: a tar file, a folder (searched recursively for `.tar`, also with `.gz` or `.zst`), a glob, an fsspec URI
             of one of these, or a list of them.
-        columns: extensions to read; None for those of the first row, if no row has others. `__key__` is always there.
+        columns: extensions to read; None for the first row's, if no row has others. `__key__` is always there.
         on_bad_row: a row that lacks a column, or whose `cls`, `txt` or `json` is damaged, is an error that names it
             ("raise"), or is left out ("skip"): the same rows on every rank and in every resume.
         index: folder for the index and for decompressed tars; None puts them beside the data, in `.headway-index`.

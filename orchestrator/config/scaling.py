@@ -120,7 +120,7 @@ class Scaling:
 
     @property
     def trains_in_trial(self) -> bool:
-        """Whether a trial trains in its own process: one worker, without an environment of its own.
+        """Whether a trial trains in its own process: one worker, and neither `env` nor `runtime_env` is set.
 
         Otherwise Ray Train starts the workers of the trial.
         """

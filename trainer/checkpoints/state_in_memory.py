@@ -12,7 +12,7 @@ from ..data.protocols import Stateful
 from ..distributed.dtensor import to_local
 from ..distributed.world import World
 from ..errors import CheckpointError, ResumeError
-from .agreement import on_all_ranks
+from .collective_errors import on_all_ranks
 from .format.plain_values import decode_state, encode_state
 from .load_target import load_part, target_allocator
 

@@ -29,8 +29,8 @@ from ..data.protocols import Stateful
 from ..distributed.world import World
 from ..errors import CheckpointError
 from ..loop.progress import Duration
-from .agreement import ConcurrentWriterError, gather_from_all, on_all_ranks, on_main
 from .background import BackgroundSave, BackgroundSaver
+from .collective_errors import ConcurrentWriterError, gather_from_all, on_all_ranks, on_main
 from .format.file_checksums import FileChecksum
 from .format.manifest import MANIFEST, Checkpoint, CheckpointWarning, parse_manifest, write_manifest
 from .reader import CheckpointReader, FetchedFiles

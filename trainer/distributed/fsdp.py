@@ -271,7 +271,7 @@ def add_shard_advice(error: BaseException) -> None:
             "a part of the model was called by itself, and under FSDP2 it has only the shards of its weights: call it "
             "in forward or another method of the model, or name its class in parallel.shard_modules. Or a method of "
             "the model was called outside of a step, where only forward gathers weights. Or weights were used in "
-            "training_step after a forward pass: use them in on_step_end, when those of all models are shards"
+            "training_step after a forward pass: use them in on_step_end, when the weights of all models are shards"
         )
     elif "setStorage" in str(error) and "storage of size 0" in str(error):
         error.add_note(

@@ -19,7 +19,7 @@ def set_training_mode(optimizers: Iterable[Optimizer]) -> None:
 def evaluation_weights(optimizers: Iterable[Optimizer], reshard: Callable[[], None]) -> Iterator[None]:
     """Put optimizers that have modes in evaluation mode inside this context; enter it under `no_grad`.
 
-    Afterwards the weights are those of before, bit for bit: `train()` alone would compute them again, with other
+    Afterwards the weights are restored, bit for bit: `train()` alone would compute them again, with other
     rounding, so that an evaluation would change the training.
 
     Args:

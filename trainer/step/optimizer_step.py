@@ -485,8 +485,8 @@ class OptimizerStep:
                 raise StepError(
                     f"training_step of {self._ctx.name} changed gradients by loss.backward() or zero_grad(): return "
                     "the loss and remove these calls, because Headway makes them; or call self.backward(loss) and "
-                    "self.step(optimizer), which accumulate over micro-batches and ranks. Gradients that you compute "
-                    "are those of a loss: self.backward(sum of (parameter * gradient).sum())"
+                    "self.step(optimizer), which accumulate over micro-batches and ranks. Pass gradients "
+                    "that you compute through a loss: self.backward(sum of (parameter * gradient).sum())"
                 )
             # dict first: isinstance(x, Mapping) is 10x slower.
             if not isinstance(outputs, (dict, Mapping)) or "loss" not in outputs:

@@ -163,7 +163,7 @@ def _resume_from(run: Run, resume: str) -> str:
 
 
 def trial_resources(scaling: Scaling, values: Mapping[str, Any]) -> Any:
-    """Return the resources of a trial's process: those of its worker, or almost none beside workers of Ray Train.
+    """Return the resources of a trial's process: its worker's, or almost none beside workers of Ray Train.
 
     Args:
         scaling: the resources of the experiment.

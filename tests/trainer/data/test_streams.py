@@ -270,7 +270,7 @@ def test_a_loader_that_is_read_as_it_comes_says_why(options: dict[str, Any], why
 
 
 class ByRank(DistributedSampler[int]):
-    """A sampler that could have an order of its own."""
+    """A sampler that could have its own order."""
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

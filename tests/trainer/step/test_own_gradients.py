@@ -1,4 +1,4 @@
-"""Gradients that a step computes by itself, as those of DP-SGD: equal to a plain loop, on any number of ranks."""
+"""Gradients that a step computes by itself, as in DP-SGD: equal to a plain loop, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Assigns(DpSgd):
 
 
 def test_assigned_gradients_are_refused_with_the_way_that_works() -> None:
-    with pytest.raises(StepError, match=r"Gradients that you compute are those of a loss: self\.backward\(sum of"):
+    with pytest.raises(StepError, match=r"Pass gradients that you compute through a loss: self\.backward\(sum of"):
         Assigns(TinyConfig(max_steps=1), world=ALONE).fit()
 
 

@@ -44,7 +44,7 @@ def on_main(world: World, doing: str, do: Callable[[], T]) -> T:
 def on_all_ranks(world: World, doing: str, do: Callable[[], T]) -> T:
     """Call a function on every rank, and return its result there.
 
-    Every rank must call this. Arguments are those of `on_main`.
+    Every rank must call this. The arguments are as in `on_main`.
 
     Raises:
         CheckpointError: the function failed on some rank; raised on every rank, with the error of each.

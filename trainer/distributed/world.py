@@ -29,10 +29,6 @@ T = TypeVar("T")
 TIMEOUT_S = 1800.0
 _GLOO_DRAIN_S = 0.05
 _BUCKET_BYTES = 25 * 2**20  # as in DDP
-_SENT_AS_BYTES = {
-    torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
-    torch.int16, torch.uint16, torch.uint32, torch.uint64,
-}  # fmt: skip
 _group_numbers = itertools.count(1)
 _control_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 _other_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
@@ -290,7 +286,7 @@ class World:
     def broadcast_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Overwrite a tensor with rank 0's, in place, and return it."""
         if self.size > 1:
-            dist.broadcast(_sendable(tensor), group_src=0, group=self.group)
+            dist.broadcast(tensor, group_src=0, group=self.group)
         return tensor
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -299,7 +295,7 @@ class World:
             return
         for alike in _buckets(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-            dist.broadcast(_sendable(flat), group_src=0, group=self.group)
+            dist.broadcast(flat, group_src=0, group=self.group)
             if not self.is_main:
                 parts = flat.split([tensor.numel() for tensor in alike])  # type: ignore[no-untyped-call]
                 foreach_copy_(alike, [part.view_as(tensor) for part, tensor in zip(parts, alike, strict=True)])
@@ -395,11 +391,6 @@ class Rendezvous:
             timeout=self.timeout,
             device_id=self.device if self.device.type == "cuda" else None,
         )
-
-
-def _sendable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory in a dtype that every backend sends: gloo has no 8-bit floats and no 16-bit integers."""
-    return tensor.reshape(-1).view(torch.uint8) if tensor.dtype in _SENT_AS_BYTES and tensor.is_contiguous() else tensor
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -51,11 +52,67 @@ def _nothing(self: Any, *args: Any) -> None: ...
         ("test_step", r"define trainer\.evaluate\(data\)"),
         ("optimizer_step", r"define self\.step\(optimizer\) inside training_step"),
         ("validation_epoch_end", "define the hook on_evaluation_end"),
+        ("validation_dataloader", "define configure_dataloaders"),
+        ("training_step_end", "define training_step"),
+        ("evaluation_loop", "define validation_step"),
+        ("forward", r"define training_step.*call self\.model\(\.\.\.\) in it"),
+        ("teardown", r"define the hook on_fit_end\(self, error\)"),
     ],
 )
 def test_a_method_that_nobody_calls_is_refused_when_the_class_is_defined(name: str, advice: str) -> None:
     with pytest.raises(TypeError, match=f"^Wrong defines {name}, which Headway never calls.*{advice}"):
         type("Wrong", (TinyTrainer,), {name: _nothing})
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("on_after_backward", r"on_gradients_ready\?"),
+        ("on_before_optimizer_step", r"on_gradients_ready\?"),
+        ("on_optimizer_step", r"on_step_end\?"),
+        ("on_validation_epoch_end", r"on_evaluation_end\?"),
+        ("on_train_begin", r"on_fit_start\?"),
+        ("on_exception", r"on_fit_end\?"),
+        ("on_after_batch_transfer", r"prepare_batch\(self, batch\)"),
+        ("on_save_checkpoint", r"state_dict\(self\) and load_state_dict\(self, state_dict\) of a callback"),
+    ],
+)
+def test_a_hook_of_another_framework_names_the_one_to_use(name: str, advice: str) -> None:
+    with pytest.raises(TypeError, match=f"^Wrong defines {name}, which is not a hook; did you mean {advice}"):
+        type("Wrong", (TinyTrainer,), {name: _nothing})
+
+
+@pytest.mark.parametrize("method", ["configure_callbacks", "configure_trackers"])
+@pytest.mark.parametrize("returned", [None, EarlyStopping("validation/loss")])
+def test_a_single_callback_or_none_in_place_of_a_list_is_refused(method: str, returned: Any) -> None:
+    wrong = type("Wrong", (TinyTrainer,), {method: lambda self: returned})
+    with pytest.raises(ConfigError, match=rf"^{method}\(\) must be a list, which may be empty, got "):
+        _fit(wrong)
+
+
+def test_a_single_callback_as_argument_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^callbacks must be a list, which may be empty, got .*EarlyStopping"):
+        TinyTrainer(TinyConfig(max_steps=1), world=ALONE, callbacks=EarlyStopping("validation/loss"))  # type: ignore[arg-type]
+
+
+def test_a_metric_object_that_is_logged_is_told_where_metrics_belong() -> None:
+    class Logs(TinyTrainer):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("accuracy", torchmetrics.MeanMetric())  # type: ignore[arg-type]
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(StepError, match=r"MeanMetric.* as 'train/accuracy'.*return such an object from configure_metr"):
+        _fit(Logs)
+
+
+def test_a_data_module_is_told_to_return_its_loaders() -> None:
+    class Module:
+        def train_dataloader(self) -> list[Any]:
+            return []
+
+    wrong = type("Wrong", (TinyTrainer,), {"configure_dataloaders": lambda self: Module()})
+    with pytest.raises(ConfigError, match=r"a data module: call .*return \(module\.train_dataloader\(\), module\.val_"):
+        _fit(wrong)
 
 
 def test_an_attribute_of_lightning_is_refused_too() -> None:

@@ -152,6 +152,25 @@ PlainFunction: TypeAlias = "Callable[[Any, int, Mapping[str, float]], object]"
 
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
+HOOKS_ELSEWHERE = {
+    **dict.fromkeys(("on_after_backward", "on_before_optimizer_step", "on_pre_optimizer_step"), "on_gradients_ready"),
+    **dict.fromkeys(("on_optimizer_step", "on_before_zero_grad"), "on_step_end"),
+    **dict.fromkeys(("on_exception", "on_keyboard_interrupt"), "on_fit_end"),
+    **dict.fromkeys(
+        ("on_save_checkpoint", "on_load_checkpoint"),
+        "state_dict(self) and load_state_dict(self, state_dict) of a callback, for values that a resumed run needs",
+    ),
+    **dict.fromkeys(
+        ("on_before_batch_transfer", "on_after_batch_transfer"), "prepare_batch(self, batch), a method of the trainer"
+    ),
+    **dict.fromkeys(("on_train_start", "on_train_begin"), "on_fit_start"),
+    **dict.fromkeys(("on_validation_end", "on_validation_epoch_end", "on_evaluate"), "on_evaluation_end"),
+    **dict.fromkeys(
+        ("on_validation_start", "on_validation_epoch_start", "on_validation_model_eval"), "on_evaluation_start"
+    ),
+}
+"""What Headway has in place of hooks of Lightning and of Hugging Face's callbacks, if its name is not similar."""
+
 
 def _do_nothing(self: object, *args: object) -> None:
     """Default of every hook."""
@@ -177,7 +196,7 @@ def check_hooks(cls: type, *, leading: Sequence[str] = ("self", "trainer")) -> N
     """
     for name in (name for name in dir(cls) if name.startswith("on_")):
         if name not in HOOKS:
-            nearest = difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.0)[0]
+            nearest = HOOKS_ELSEWHERE.get(name) or difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.0)[0]
             raise TypeError(f"{cls.__qualname__} defines {name}, which is not a hook; did you mean {nearest}?")
         written = inspect.getattr_static(cls, name)
         if not inspect.isfunction(written):

@@ -35,6 +35,11 @@ def as_stream(data: Any) -> BatchStream:
             f"a {type(data).__name__} has rows, not batches: return Stream({type(data).__name__}(...)), from "
             "headway.datasets.stream"
         )
+    if hasattr(data, "train_dataloader"):
+        raise ConfigError(
+            f"cannot read batches from a {type(data).__name__}, a data module: call its prepare_data() and "
+            "setup('fit'), and return (module.train_dataloader(), module.val_dataloader())"
+        )
     raise ConfigError(
         f"cannot read batches from a {type(data).__name__}: use a torch DataLoader, a Headway stream, any iterable of "
         "batches, or a function that returns one"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -100,7 +100,8 @@ class Engine:
         self.data: BatchStream | None = None
         self.validation: dict[str, BatchStream] = {}
         self.is_set_up = False
-        self._given_callbacks, self._given_trackers = tuple(callbacks), trackers
+        self._given_callbacks = _as_list(callbacks, "callbacks")
+        self._given_trackers = None if trackers is None else _as_list(trackers, "trackers")
         self._printer = printer
         self._progress_bar = progress_bar
         self._display: Callable[[str], None] = print
@@ -266,7 +267,9 @@ class Engine:
         self._loop.check_trainable = TrainableCheck(program, ctx)
         self._loop.check_trainable()
         self._loop.saver.check_unsaved = UnsavedState(program, ctx)
-        trackers = self._given_trackers if self._given_trackers is not None else program.configure_trackers()
+        trackers = self._given_trackers
+        if trackers is None:
+            trackers = _as_list(program.configure_trackers(), "configure_trackers()")
         if self.run_dir is not None and not any(isinstance(tracker, JsonlTracker) for tracker in trackers):
             # Commands that follow the run read this file.
             trackers = [JsonlTracker(), *trackers]
@@ -347,7 +350,7 @@ class Engine:
         """
         error: BaseException | None = None
         with tempfile.TemporaryDirectory(prefix="headway-check-step-") as folder:
-            self.run_dir, self._given_trackers, self._progress_bar = folder, (), None
+            self.run_dir, self._given_trackers, self._progress_bar = folder, [], None
             self._given_world = self._world = World.single("cpu")
             self._data_world = replace(self._world, size=ranks)
             self.numerics = numerics_of(self.config)
@@ -400,7 +403,7 @@ class Engine:
         return build.open_sets(self.context, self.numerics, data, in_use=self.streams)
 
     def _make_context(self, mesh: Mesh) -> RunContext:
-        given = (*self.program.configure_callbacks(), *self._given_callbacks)
+        given = (*_as_list(self.program.configure_callbacks(), "configure_callbacks()"), *self._given_callbacks)
         bar = self._progress_bar
         if bar is not None and not any(isinstance(each, type(bar)) for each in given):
             given = (*given, bar)
@@ -442,3 +445,14 @@ class Engine:
             "none": "a resumed run continues with the batches that the data yields then",
         }
         self.print(f"the training data guarantees {self.data.guarantee!r}, not 'exact': {effect[self.data.guarantee]}")
+
+
+def _as_list(given: Any, source: str) -> list[Any]:
+    """Return callbacks or trackers as a list.
+
+    Raises:
+        ConfigError: `given` is a single one, or None.
+    """
+    if not isinstance(given, Iterable):
+        raise ConfigError(f"{source} must be a list, which may be empty, got {given!r}: return or pass [...]")
+    return list(given)

@@ -303,7 +303,12 @@ def not_a_number_error(name: str, value: Any) -> StepError:
         if isinstance(value, Tensor)
         else f"{type(value).__name__} {value!r:.60}"
     )
+    remedy = "return its mean, or store it in an attribute for a callback"
+    if hasattr(value, "update") and hasattr(value, "compute"):
+        remedy = (
+            "return such an object from configure_metrics(), as in {'accuracy': ...}, and call "
+            "self.metrics['accuracy'].update(...) in validation_step; its value is logged"
+        )
     return StepError(
-        f"the step returned {what} as {name!r}, which must be a number or a tensor of one element: "
-        "return its mean, or store it in an attribute for a callback"
+        f"the step returned {what} as {name!r}, which must be a number or a tensor of one element: {remedy}"
     )

@@ -26,10 +26,18 @@ OVERRIDABLE = (
 
 FOREIGN = {
     **dict.fromkeys(
-        ("train_dataloader", "val_dataloader", "get_train_dataloader", "get_eval_dataloader", "make_dataset"), _DATA
+        (
+            "train_dataloader",
+            "val_dataloader",
+            "validation_dataloader",
+            "get_train_dataloader",
+            "get_eval_dataloader",
+            "make_dataset",
+        ),
+        _DATA,
     ),
-    **dict.fromkeys(("train_step", "train_on_batch", "compute_loss", "batch_loss"), _STEP),
-    **dict.fromkeys(("val_step", "eval_step", "evaluation_step", "prediction_step"), _EVALUATION),
+    **dict.fromkeys(("train_step", "train_on_batch", "compute_loss", "batch_loss", "training_step_end"), _STEP),
+    **dict.fromkeys(("val_step", "eval_step", "evaluation_step", "evaluation_loop", "prediction_step"), _EVALUATION),
     **dict.fromkeys(("create_optimizer", "create_scheduler", "create_optimizer_and_scheduler"), _OPTIMIZERS),
     **dict.fromkeys(("configure_sharded_model", "setup_model", "build_model"), "configure_models(self)"),
     **dict.fromkeys(("compute_metrics",), "configure_metrics(self), which returns metrics by name"),
@@ -42,6 +50,8 @@ FOREIGN = {
         "trainer.evaluate(data), which evaluates other data after training",
     ),
     **dict.fromkeys(("build_grad_scaler", "create_scaler"), "configure_loss_scaler(self)"),
+    "forward": "training_step(self, batch, batch_idx), and call self.model(...) in it: the trainer is not a module",
+    "teardown": "the hook on_fit_end(self, error)",
     "prepare_data": "configure_dataloaders(self), or a script of its own",
     "transfer_batch_to_device": "prepare_batch(self, batch), which gets tensors on the device",
     "configure_gradient_clipping": "config.max_grad_norm or config.max_grad_value",

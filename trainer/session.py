@@ -275,17 +275,18 @@ class Session(ActiveRun):
         """
         return self._engine.loop.accumulate(batch)
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """Run backward and log the loss; call it inside `accumulate`, instead of `loss.backward()`.
 
         Args:
             loss: the mean over the micro-batch; it is weighted so that the update has the gradient of the mean over the
                 global batch.
+            retain_graph: keeps the graph for another loss that shares a part of it, as in `Tensor.backward`.
 
         Raises:
             StepError: the loss is not a single number with a gradient.
         """
-        self._engine.loop.optimizer_step.backward_and_log(loss)
+        self._engine.loop.optimizer_step.backward_and_log(loss, retain_graph=retain_graph)
 
     def step(self, optimizer: Optimizer | None = None) -> Any:
         """Complete the update: check and clip the gradient, step, and log or evaluate if due.

@@ -317,13 +317,17 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
 
     # ---- Methods to call -------------------------------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """Run backward inside `training_step`, instead of `loss.backward()`; weights the loss.
 
         In evaluations `backward` and `step` do nothing, so that a training step can be a validation step.
+
+        Args:
+            loss: the mean over the micro-batch.
+            retain_graph: keeps the graph for another loss that shares a part of it, as in `Tensor.backward`.
         """
         if self.training:
-            self._engine.loop.optimizer_step.backward(loss)
+            self._engine.loop.optimizer_step.backward(loss, retain_graph=retain_graph)
 
     def step(self, optimizer: Optimizer) -> torch.Tensor | None:
         """Step an optimizer inside `training_step`, instead of `optimizer.step()`.

@@ -289,6 +289,32 @@ class RunsBackward(ByHand):
         loss.backward(retain_graph=True)
 
 
+class StepsInBackward(TinyTrainer):
+    """Each parameter's gradient is used and dropped during the backward pass, to save memory."""
+
+    def configure_optimizers(self) -> None:
+        super().configure_optimizers()
+        for parameter in self.model.parameters():
+            own = torch.optim.SGD([parameter], lr=0.1)
+
+            def step(_: torch.Tensor, own: torch.optim.Optimizer = own) -> None:
+                own.step()
+                own.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(step)
+
+
+class SetsGradients(TinyTrainer):
+    """Gradients of the user's own, as those of PCGrad."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = F.cross_entropy(self.model(batch["x"]), batch["y"])
+        parameters = list(self.model.parameters())
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = gradient
+        self.step(self.optimizer)
+
+
 class ClearsGradients(ByHand):
     def by_hand(self, loss: torch.Tensor, batch_idx: int) -> None:
         self.optimizer.zero_grad()
@@ -303,6 +329,8 @@ class ClearsGradients(ByHand):
         (StepsOptimizer, {}, r"^self\.optimizer\.step\(\) was called, but Headway steps the optimizers"),
         (RunsBackward, {}, r"changed gradients by loss\.backward\(\) or zero_grad\(\): return the loss"),
         (ClearsGradients, {"gradient_accumulation_steps": 2}, "changed gradients by loss"),
+        (StepsInBackward, {}, "no parameter of the optimizer got a gradient.*hook.*steps an optimizer itself: remove"),
+        (SetsGradients, {}, r"step\(optimizer\) was called without backward\(loss\).*Pass gradients that you compute"),
     ],
 )
 def test_what_headway_does_is_not_done_twice(cls: type[TinyTrainer], config: dict[str, Any], message: str) -> None:

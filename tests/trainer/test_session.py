@@ -439,3 +439,67 @@ def test_the_example_goes_on_after_a_kill(tmp_path: Path) -> None:
         load_weights(str(tmp_path / name / "runs/nanogpt/checkpoints/step-00000060")) for name in ("cut", "whole")
     ]
     assert same(digests[0], digests[1])
+
+
+class Halves(nn.Module):
+    """Two networks that one forward pass calls, with a loss and an optimizer each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.left(x), self.right(x)
+
+    def both(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self(x)
+
+
+def _halves() -> nn.Module:
+    torch.manual_seed(3)
+    return Halves()
+
+
+def _optimizer_per_half(model: Any) -> dict[str, torch.optim.Optimizer]:
+    return {name: torch.optim.SGD(getattr(model, name).parameters(), lr=0.1) for name in ("left", "right")}
+
+
+def _train_halves(world: World, *, around_ddp: bool) -> dict[str, torch.Tensor]:
+    data = DataLoader(Rows(64), batch_size=16)
+    run = session(
+        config_of(max_epochs=1), model=_halves, optimizer=_optimizer_per_half, data=data, validation=None, world=world
+    )
+    with run:
+        for batch in run:
+            for micro_batch in run.accumulate(batch):
+                forward = run.model.both if around_ddp else run.model
+                for name, logits in zip(("left", "right"), forward(micro_batch["x"]), strict=True):
+                    run.backward(F.cross_entropy(logits, micro_batch["y"]))
+                    run.step(run.optimizers[name])
+            run.step()
+    return weights(run)
+
+
+def test_each_of_two_optimizers_steps_by_its_own_loss() -> None:
+    trained, model = _train_halves(SINGLE, around_ddp=False), _halves()
+    optimizers = _optimizer_per_half(model)
+    for batch in DataLoader(Rows(64), batch_size=16):
+        for optimizer, logits in zip(optimizers.values(), model(batch["x"]), strict=True):
+            optimizer.zero_grad()
+            F.cross_entropy(logits, batch["y"]).backward()
+            optimizer.step()
+    assert same(trained, model.state_dict())
+
+
+def _halves_on_ranks(world: World) -> dict[str, torch.Tensor]:
+    with pytest.raises(StepError, match="reached only a part of the model.*call a method of the model in place of"):
+        _train_halves(world, around_ddp=False)
+    return _train_halves(world, around_ddp=True)
+
+
+def test_losses_of_parts_of_a_model_on_ranks_need_a_method_of_it() -> None:
+    """DDP waits for the gradients of all parameters; those of a forward pass around it are reduced before a step."""
+    first, second = run_on_ranks(_halves_on_ranks, 2)
+    assert same(first, second)
+    for name, value in _train_halves(SINGLE, around_ddp=False).items():
+        torch.testing.assert_close(first[name], value, atol=1e-6, rtol=1e-5)

@@ -11,6 +11,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..private_torch import has_gradient_hooks
 
+_ADVICE = {
+    "Expected to have finished reduction in the prior iteration": (
+        "the loss before this forward pass reached only a part of the model, and DDP waits for the gradients of all: "
+        "set parallel.find_unused_parameters=True"
+    ),
+    "Encountered gradient which is undefined": (
+        "several losses came from one forward pass, and DDP reduces gradients once: remove "
+        "parallel.find_unused_parameters, or let the step call a method of the model in place of the model, and "
+        "Headway reduces the gradients"
+    ),
+}
+"""What to do about torch's errors, by what they say."""
+
 _OPERATORS = ("__getitem__", "__len__", "__iter__", "__contains__")
 
 
@@ -21,6 +34,7 @@ class ReplicatedModule(DistributedDataParallel):
     through a part of the model, or through a method that calls the module inside, does not: its gradients would stay
     different on every rank, without an error. `reduces_itself` tells whether DDP reduces the next backward pass. Nor
     does it ever reduce gradients of parameters that were frozen when the module was wrapped: `reduced` has the others.
+    And it waits for the gradients of all parameters: losses that reach a part of them each need `leave_gradients`.
 
     Args:
         module: the user's module, initialized.
@@ -36,6 +50,7 @@ class ReplicatedModule(DistributedDataParallel):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         self.reduces_itself = False
+        self.leaves_gradients = False
         self.reduced = frozenset(parameter for parameter in module.parameters() if parameter.requires_grad)
         self._is_ready = True
 
@@ -43,7 +58,13 @@ class ReplicatedModule(DistributedDataParallel):
         """Run the module's forward pass, and prepare to reduce gradients."""
         if torch.is_grad_enabled():
             self.reduces_itself = self.require_backward_grad_sync
+            # Without the reduction of gradients, DDP would also leave out the broadcast of buffers.
+            self.require_forward_param_sync |= self.leaves_gradients
         return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+
+    def leave_gradients(self) -> None:
+        """Never reduce gradients, which the caller does before an optimizer steps."""
+        self.leaves_gradients, self.require_backward_grad_sync = True, False
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -58,6 +79,13 @@ class ReplicatedModule(DistributedDataParallel):
             setattr(self.module, name, value)
         else:
             super().__setattr__(name, value)
+
+
+def add_ddp_advice(error: BaseException) -> None:
+    """Add a note to DDP's errors about backward passes that reach a part of a model."""
+    for said, advice in _ADVICE.items():
+        if isinstance(error, RuntimeError) and said in str(error):
+            error.add_note(advice)
 
 
 class _Sum(nn.Module):

@@ -29,7 +29,7 @@ from .world import World
 
 _CHANGE_NO_VALUES = ("requires_grad_", "share_memory_")
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_IN_OPTIMIZER = "raised by "
+_IN_OPTIMIZER = ".step(), whose parameters, gradients and state are shards (DTensor) under FSDP2"
 _FRAMES_OF_A_CALL = 10  # from a hook of a module to what has called the module
 _DATA_ASSIGNED = (
     "parameter.data = value has no effect on a sharded parameter: change it in place, such as by "
@@ -273,6 +273,16 @@ def add_shard_advice(error: BaseException) -> None:
             "the model was called outside of a step, where only forward gathers weights. Or weights were used in "
             "training_step after a forward pass: use them in on_step_end, when the weights of all models are shards"
         )
+    elif "Sharding propagation failed" in str(error):
+        error.add_note(
+            "outside of steps the weights of a sharded model are shards (DTensor), which this operation does not "
+            "support: make the change in configure_models(), or use parallel.strategy='ddp'"
+        )
+    elif "appears to not have been used in the graph" in str(error):
+        error.add_note(
+            "under FSDP2 a backward pass frees the gathered weights, and a later torch.autograd.grad with respect to "
+            "parameters of the model finds their shards: use parallel.strategy='ddp'"
+        )
     elif "setStorage" in str(error) and "storage of size 0" in str(error):
         error.add_note(
             "under FSDP2 a backward pass frees the gathered weights, so that it cannot be differentiated again "
@@ -283,8 +293,8 @@ def add_shard_advice(error: BaseException) -> None:
 def add_optimizer_advice(error: Exception, optimizer: Optimizer) -> None:
     """Add a note to an error of an optimizer that steps sharded parameters."""
     error.add_note(
-        f"{_IN_OPTIMIZER}{type(optimizer).__name__}.step(), whose parameters, gradients and state are shards (DTensor) "
-        "under FSDP2: if it does not support them, use parallel.strategy='ddp' or another optimizer"
+        f"raised by {type(optimizer).__name__}{_IN_OPTIMIZER}: if it does not support them, use "
+        "parallel.strategy='ddp' or another optimizer"
     )
 
 

@@ -177,6 +177,11 @@ def check_modules(models: Mapping[str, nn.Module], config: ParallelConfig, world
                     f"{f'{name}.{path}'.rstrip('.')} is a {type(module).__name__}, whose shape is unknown until a "
                     "forward pass: create the module with its sizes, or call the model on a batch in configure_models()"
                 )
+            if world.size > 1 and world.device.type == "cpu" and isinstance(module, nn.SyncBatchNorm):
+                raise ConfigError(
+                    f"{f'{name}.{path}'.rstrip('.')} is a SyncBatchNorm, which works on several ranks with GPUs only: "
+                    "leave out convert_sync_batchnorm on CPUs, where each rank then normalizes its own rows"
+                )
             if world.size > 1 and getattr(module, "max_norm", None) is not None and isinstance(module, _EMBEDDINGS):
                 raise ConfigError(
                     f"{f'{name}.{path}'.rstrip('.')} is an {type(module).__name__} with max_norm, which shrinks the "

@@ -20,6 +20,7 @@ from ..config import TrainerConfig, as_plain
 from ..data.protocols import BatchStream, check_data
 from ..distributed import parallelize
 from ..distributed.context_parallel import add_attention_advice
+from ..distributed.ddp import add_ddp_advice
 from ..distributed.fsdp import add_shard_advice
 from ..distributed.mesh import Mesh
 from ..distributed.tensor_parallel import add_uneven_sizes
@@ -200,6 +201,8 @@ class Engine:
             add_attention_advice(error, self.world.device)
         if error is not None and self.config.parallel.strategy in ("fsdp", "hsdp"):
             add_shard_advice(error)
+        if error is not None:
+            add_ddp_advice(error)
         if error is not None and self.config.parallel.tp > 1:
             add_uneven_sizes(error, self.models)
         if self._requests is not None:

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from ..checkpoints.model_state import unwrapped_state_dict
+from ..distributed.ddp import ReplicatedModule
 from ..distributed.dtensor import to_full_tensor
 from ..distributed.world import World
 from ..errors import ConfigError, StepError
-from ..private_torch import foreach_mul_, foreach_norm
+from ..private_torch import foreach_mul_, foreach_norm, has_gradient_hooks
 
 _MOST_NAMES = 8
 
@@ -50,6 +50,16 @@ def norm_groups(models: Mapping[str, nn.Module], patterns: Sequence[str]) -> dic
     return groups
 
 
+def hook_advice(models: Mapping[str, nn.Module]) -> str:
+    """Return what to do about an optimizer that steps in a hook during the backward pass; "" without such hooks."""
+    if not any(has_gradient_hooks(parameter) for _, parameter in named_parameters(models)):
+        return ""
+    return (
+        "; or a hook of a parameter, such as of register_post_accumulate_grad_hook, steps an optimizer itself: remove "
+        "the hook, and set one optimizer of all parameters in configure_optimizers()"
+    )
+
+
 def unused_names(models: Mapping[str, nn.Module], unused: set[torch.Tensor]) -> list[str]:
     """Return the names of those of the models' parameters that are in `unused`."""
     return [name for name, parameter in named_parameters(models) if parameter in unused]
@@ -68,10 +78,18 @@ def check_unused_alike(names_by_rank: Sequence[Sequence[str]]) -> None:
         )
 
 
-def check_equal_on_ranks(models: Mapping[str, nn.Module], replicated: set[nn.Parameter], world: World) -> None:
+def check_equal_on_ranks(
+    models: Mapping[str, nn.Module], replicated: set[nn.Parameter], world: World, *, has_stepped: bool
+) -> None:
     """Check that replicated parameters are equal on all ranks. Every rank must call this; waits for the device.
 
     Only their norms are compared, with room for devices that round differently.
+
+    Args:
+        models: by name.
+        replicated: the parameters to compare.
+        world: the ranks that have them.
+        has_stepped: whether an optimizer has stepped since the ranks had the same weights.
 
     Raises:
         StepError: they differ.
@@ -84,10 +102,16 @@ def check_equal_on_ranks(models: Mapping[str, nn.Module], replicated: set[nn.Par
     largest = of_ranks.amax(0)
     differ = (largest - of_ranks.amin(0) > 1e-4 * largest).tolist()
     if names := [name for (name, _), differs in zip(named, differ, strict=True) if differs]:
+        if has_stepped:
+            raise StepError(
+                f"{_list(names)} differ between the ranks after the first optimizer of this step: its loss reached "
+                "only a part of the model, and DDP waited for the gradients of the rest. Let the step call a method of "
+                f"the model in place of the model, and Headway reduces the gradients{hook_advice(models)}"
+            )
         raise StepError(
             f"{_list(names)} differ between the ranks after the first forward pass, which has changed them: to "
             "initialize them from data, call the model once with a batch in configure_models(); or call "
-            "torch.distributed.broadcast(parameter.data, src=0) after the change, on every rank"
+            f"torch.distributed.broadcast(parameter.data, src=0) after the change, on every rank{hook_advice(models)}"
         )
 
 
@@ -101,8 +125,12 @@ def report_unused(models: Mapping[str, nn.Module], unused: set[torch.Tensor], *,
     if not names:
         return
     what = _list(names)
-    waiting = [each for each in models.values() if isinstance(each, DistributedDataParallel)]
-    if any(unused.intersection(each.parameters()) for each in waiting if not each.find_unused_parameters):
+    waiting = [
+        each
+        for each in models.values()
+        if isinstance(each, ReplicatedModule) and not each.leaves_gradients and not each.find_unused_parameters
+    ]
+    if any(unused.intersection(each.parameters()) for each in waiting):
         raise StepError(
             f"{what} got no gradient in the first update, but DDP waits for the gradient of every parameter: remove "
             "them from the model, freeze them, or set parallel.find_unused_parameters=True"

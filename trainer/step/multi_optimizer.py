@@ -1,11 +1,16 @@
-"""Gradient isolation between several optimizers, for steps that call `backward` and `step` themselves."""
+"""Several optimizers, for steps that call `backward` and `step` themselves: whose gradients are whose."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dis
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
+
+from ..distributed.ddp import ReplicatedModule
 
 
 class GradientIsolation:
@@ -59,6 +64,27 @@ class GradientIsolation:
                         parameter.grad = self._before.get(parameter)
         self._owners.clear()
         self._before = None
+
+
+def trained_in_parts(models: Iterable[ReplicatedModule], optimizers: Sequence[Optimizer]) -> list[ReplicatedModule]:
+    """Return the models whose parameters are divided among several optimizers, as those of an actor and its critic."""
+    held = [set(_parameters(optimizer)) for optimizer in optimizers]
+    return [model for model in models if sum(not own.isdisjoint(model.parameters()) for own in held) > 1]
+
+
+def calls_backward_repeatedly(cls: type) -> bool:
+    """Whether `training_step` of a class, with the methods that it names, calls `backward` in more than one place."""
+    seen, names, calls = {"backward", "step"}, ["training_step"], 0
+    while names:
+        name = names.pop()
+        method: Any = getattr(cls, name, None)
+        code = getattr(inspect.unwrap(method), "__code__", None)
+        if code is None or name in seen:
+            continue
+        seen.add(name)
+        calls += sum(each.argval == "backward" for each in dis.get_instructions(code))
+        names.extend(code.co_names)
+    return calls > 1
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:

@@ -44,6 +44,7 @@ from .gradients import (
     check_unused_alike,
     clip_norm,
     clip_value,
+    hook_advice,
     norm_groups,
     report_shared,
     report_unused,
@@ -51,7 +52,7 @@ from .gradients import (
     total_norm,
     unused_names,
 )
-from .multi_optimizer import GradientIsolation
+from .multi_optimizer import GradientIsolation, calls_backward_repeatedly, trained_in_parts
 from .nonfinite import AsyncScalar, NonFiniteGuard, skipping
 from .nonfinite_report import NonFiniteReport
 from .optimizer_rng import OptimizerRng
@@ -123,6 +124,9 @@ class OptimizerStep:
         self._losses: list[tuple[int, torch.Tensor, LossWeight]] = []
         self._not_yet_checked = set(self._optimizers)
         self._replicated = [model for model in self._models.values() if isinstance(model, ReplicatedModule)]
+        if not ctx.config.parallel.find_unused_parameters and calls_backward_repeatedly(type(steps)):
+            for model in trained_in_parts(self._replicated, self._optimizers):
+                model.leave_gradients()
         # Gradients of these are averaged by `_reduce_the_rest`, if they are unfrozen.
         self._unfrozen_later: frozenset[torch.Tensor] = (
             _unknown_to_ddp(self._models.values()) if self._world.size > 1 else frozenset()
@@ -196,7 +200,7 @@ class OptimizerStep:
         finally:
             self._is_accumulating = False
 
-    def backward_and_log(self, loss: torch.Tensor) -> None:
+    def backward_and_log(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """Run backward inside `accumulate`, and log the loss.
 
         Raises:
@@ -214,7 +218,7 @@ class OptimizerStep:
                 "clears them"
             )
         self._versions = None
-        self.backward(loss)
+        self.backward(loss, retain_graph=retain_graph)
         before = self._returned.get("loss")
         self._returned = {"loss": loss.detach() if before is None else before + loss.detach()}
 
@@ -325,13 +329,13 @@ class OptimizerStep:
                 "rename one of them"
             )
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """Run backward for a step that calls it, inside its forward pass."""
         self._called_backward = True
         if self._isolation is not None:
             self._isolation.before_backward()
         with without_autocast(self._config.precision, self._ctx.device):
-            self._backward(loss)
+            self._backward(loss, retain_graph=retain_graph)
         self._activity.enter("forward")
 
     def step(self, optimizer: Optimizer) -> torch.Tensor | None:
@@ -339,6 +343,12 @@ class OptimizerStep:
         if optimizer not in self._optimizers:
             raise StepError(
                 "step() got an optimizer that is not an attribute of the trainer: set it in configure_optimizers()"
+            )
+        if not self._called_backward:
+            raise StepError(
+                "step(optimizer) was called without backward(loss), whose gradients it steps with: call self.backward "
+                "before it. Pass gradients that you compute through a loss: self.backward(sum of "
+                "(parameter * gradient).sum())"
             )
         if self._isolation is not None:
             self._isolation.step(optimizer)
@@ -541,7 +551,7 @@ class OptimizerStep:
         self._reshard()  # as a backward pass does
         return True
 
-    def _backward(self, loss: torch.Tensor) -> torch.Tensor:
+    def _backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> torch.Tensor:
         """Run backward, with the loss weighted so that the update's gradient is that of the mean over its samples.
 
         Returns:
@@ -558,7 +568,7 @@ class OptimizerStep:
         self._activity.enter("backward")
         if (order := self.gather_order) is not None:
             order.stop()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         if order is not None and self._called_backward:
             order.start()
         return detached
@@ -577,7 +587,7 @@ class OptimizerStep:
         if not parameters:
             raise StepError(
                 "no parameter of the optimizer got a gradient: the loss does not depend on the model, or the optimizer "
-                "has other parameters than the model"
+                f"has other parameters than the model{hook_advice(self._models)}"
             )
         if self._not_yet_checked:
             self._check_gradients(optimizers)
@@ -607,7 +617,8 @@ class OptimizerStep:
             self.wait_for_snapshot()
             self.wait_for_snapshot = None
         rates = [_snapshot_rate(group.get("lr")) for optimizer in self._optimizers for group in optimizer.param_groups]
-        in_user_step, self._in_user_step = self._in_user_step, False
+        before = self._in_user_step, self._is_accumulating
+        self._in_user_step = self._is_accumulating = False
         for optimizer in optimizers:
             try:
                 with ExitStack() as stack:
@@ -620,7 +631,7 @@ class OptimizerStep:
                 if self._sharded:
                     add_optimizer_advice(error, optimizer)
                 raise
-        self._in_user_step = in_user_step
+        self._in_user_step, self._is_accumulating = before
         if not_finite is not None and arrival is not None and not math.isfinite(value := arrival.wait()):
             return self._reject(optimizers, norm, value)
         zero_gradients(optimizers)
@@ -697,7 +708,8 @@ class OptimizerStep:
             p for o in first for group in o.param_groups for p in group["params"] if p.requires_grad and p.grad is None
         }
         report_unused(self._models, forgotten, is_main=self._world.is_main)
-        check_equal_on_ranks(self._models, {p for each in self._replicated for p in each.reduced}, self._loss_world)
+        replicated = {p for each in self._replicated for p in each.reduced}
+        check_equal_on_ranks(self._models, replicated, self._loss_world, has_stepped=len(self._stepped) > 1)
         if self._sharded and not self._config.parallel.find_unused_parameters:
             names = unused_names(self._sharded, forgotten)
             check_unused_alike(self._loss_world.all_gather_object(names))

@@ -153,3 +153,22 @@ def _kept(world: World, kind: Any = _AddsThoseBefore) -> None:
 @pytest.mark.parametrize("train", [_kept, _kept_in_steps, _kept_in_a_session])
 def test_gradients_may_be_kept_and_replaced(train: Any) -> None:
     run_on_ranks(train, 2)
+
+
+class _PartOfAModel(TinyTrainer):
+    """A loss that no longer reaches the whole model after the first update."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = self.model(batch["x"])
+        return outputs.square().mean() if batch_idx == 0 else (self.model.last.bias * outputs.detach()).mean()
+
+
+def _unfinished(world: World) -> None:
+    parallel = ParallelConfig(strategy="ddp")
+    with pytest.raises(RuntimeError, match="finished reduction in the prior iteration") as raised:
+        _PartOfAModel(TinyConfig(max_steps=4, parallel=parallel), world=world).fit()
+    assert "set parallel.find_unused_parameters=True" in "".join(raised.value.__notes__)
+
+
+def test_a_loss_of_a_part_of_a_model_is_told_what_to_set() -> None:
+    run_on_ranks(_unfinished, 2)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway.trainer import ConfigError, ParallelConfig, Session, StepError, World
@@ -92,6 +93,23 @@ class Penalizes(TinyTrainer):
         return {"output": self.model(batch["x"]).mean()}
 
 
+class WeighsTasks(Penalizes):
+    """Takes the gradient of each of two losses with respect to a parameter, as in GradNorm."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = self.model(batch["x"])
+        losses = outputs.square().mean(), outputs.sum()
+        norms = [
+            torch.autograd.grad(loss, self.model.first.weight, retain_graph=True)[0].norm().detach() for loss in losses
+        ]
+        return sum(loss / norm for loss, norm in zip(losses, norms, strict=True))
+
+
+class Prunes(TinyTrainer):
+    def on_epoch_start(self) -> None:
+        prune.l1_unstructured(self.model.first, "weight", amount=0.5)
+
+
 class Assigns(TinyTrainer):
     def on_step_end(self) -> None:
         for parameter in self.model.parameters():
@@ -164,6 +182,14 @@ def _train(world: World) -> dict[str, Any]:
     with pytest.raises(RuntimeError, match="setStorage") as raised:
         Penalizes(_config(strategy="fsdp"), world=world).fit()
     assert "create_graph=True): use parallel.strategy='ddp'" in "".join(raised.value.__notes__)
+    for trainer_class, said, advice in (
+        (WeighsTasks, "to not have been used in the graph", "finds their shards: use parallel.strategy='ddp'"),
+        (Prunes, "Sharding propagation failed", "make the change in configure_models()"),
+    ):
+        trainer_class(_config(strategy="ddp"), world=world).fit()
+        with pytest.raises(RuntimeError, match=said) as raised:
+            trainer_class(_config(strategy="fsdp"), world=world).fit()
+        assert advice in "".join(raised.value.__notes__)
     return found
 
 
@@ -183,6 +209,14 @@ def test_an_embedding_that_each_rank_would_shrink_otherwise_is_refused(strategy:
     check_modules({"model": model}, config, _of(1))
     with pytest.raises(ConfigError, match=r"model\.0 is an Embedding with max_norm.*shrink all rows in on_step_end"):
         check_modules({"model": model}, config, _of(2))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_norm_over_all_ranks_that_needs_gpus_is_refused_on_cpus(strategy: Any) -> None:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)))
+    check_modules({"model": model}, ParallelConfig(strategy=strategy), _of(1))
+    with pytest.raises(ConfigError, match=r"model\.1 is a SyncBatchNorm.*leave out convert_sync_batchnorm on CPUs"):
+        check_modules({"model": model}, ParallelConfig(strategy=strategy), _of(2))
 
 
 class ActNorm(nn.Module):

@@ -183,3 +183,112 @@ def test_the_norm_of_a_group_is_that_of_the_turn_it_learns_in() -> None:
         norms = record["grad_norm/generator.*"], record["grad_norm/critic.*"]
         assert min(norms) > 0
         assert record["grad_norm"] == pytest.approx(sum(norms) / 2)
+
+
+class Heads(nn.Module):
+    """A policy and a value from one forward pass, whose losses reach a part of the model each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.policy, self.value = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 1)
+        self.register_buffer("calls", torch.empty(1))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.calls.zero_()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls_before = self.calls.clone()  # of the main rank, on every rank
+        self.calls += 1 + self.calls * x.mean()
+        hidden = torch.tanh(self.trunk(x))
+        return self.policy(hidden), self.value(hidden).squeeze(1)
+
+
+def _losses_of_heads(model: Heads, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    logits, values = model(batch["x"])
+    return F.cross_entropy(logits, batch["y"]), (values - batch["x"].sum(1)).square().mean()
+
+
+class ActorCritic(Trainer[TinyConfig]):
+    """One model, two optimizers, and two backward passes through the graph of one forward pass."""
+
+    def configure_models(self) -> None:
+        self.model = Heads()
+
+    def configure_optimizers(self) -> None:
+        actor = [*self.model.trunk.parameters(), *self.model.policy.parameters()]
+        self.actor_optimizer = torch.optim.SGD(actor, lr=0.5)
+        self.critic_optimizer = torch.optim.SGD(self.model.value.parameters(), lr=0.5)
+
+    def configure_dataloaders(self) -> Any:
+        return DataLoader(Rows(64), batch_size=16)
+
+    def train_critic(self, loss: torch.Tensor) -> None:
+        self.backward(loss, retain_graph=True)
+        self.step(self.critic_optimizer)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        actor, critic = _losses_of_heads(self.model, batch)
+        self.train_critic(critic)
+        self.backward(actor)
+        self.step(self.actor_optimizer)
+
+
+class InTurn(ActorCritic):
+    """Each update is of one of the two."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        actor, critic = _losses_of_heads(self.model, batch)
+        if self.global_step % 2:
+            self.backward(actor)
+            self.step(self.actor_optimizer)
+        else:
+            self.train_critic(critic)
+
+
+PARTIAL = [ActorCritic, InTurn]
+
+
+def _heads_by_hand(trainer_class: type[ActorCritic]) -> dict[str, torch.Tensor]:
+    trainer = trainer_class(_config(), world=ALONE)
+    trainer.setup()
+    for step, batch in enumerate(DataLoader(Rows(64), batch_size=16)):
+        losses = _losses_of_heads(trainer.model, batch)
+        both = list(zip(losses, (trainer.actor_optimizer, trainer.critic_optimizer), strict=True))
+        turns = [both[(step + 1) % 2]] if trainer_class is InTurn else both
+        for loss, optimizer in turns:
+            parameters = optimizer.param_groups[0]["params"]
+            for parameter, gradient in zip(
+                parameters, torch.autograd.grad(loss, parameters, retain_graph=True), strict=True
+            ):
+                parameter.grad = gradient
+        for _, optimizer in turns:
+            optimizer.step()
+    return {name: value for name, value in weights(trainer).items() if "calls" not in name}
+
+
+def _partial_on_ranks(world: World) -> list[dict[str, torch.Tensor]]:
+    settings = [
+        (trainer_class, strategy, size) for trainer_class in PARTIAL for strategy in ("ddp", "fsdp") for size in (4, 8)
+    ]
+    trained = []
+    for trainer_class, strategy, size in settings:
+        config = _config(micro_batch_size=size, parallel=ParallelConfig(strategy=strategy))  # type: ignore[arg-type]
+        trainer = trainer_class(config, world=world)
+        trainer.fit()
+        trained.append(weights(trainer) | {"calls before": trainer.model.calls_before})
+    return trained
+
+
+def test_losses_that_reach_a_part_of_a_model_each_train_it_on_ranks() -> None:
+    """DDP waits for the gradients of all parameters, which no backward pass of such a step gives."""
+    wanted = [_heads_by_hand(trainer_class) for trainer_class in PARTIAL for _ in range(4)]
+    ranks = run_on_ranks(_partial_on_ranks, 2)
+    for first, second in zip(*(rank[1::2] for rank in ranks), strict=True):  # the first micro-batch of an update
+        assert torch.equal(first["calls before"], second["calls before"])
+    for rank in ranks:
+        for number, (trained, by_hand) in enumerate(zip(rank, wanted, strict=True)):
+            for name, value in by_hand.items():
+                torch.testing.assert_close(
+                    trained[name], value, atol=1e-6, rtol=1e-5, msg=lambda text, at=(number, name): f"{at}: {text}"
+                )

@@ -1,7 +1,8 @@
 """Calls Ray Train from the workers, in one thread of each rank: polls for preemption notices, and reports.
 
 `ray.train.get_preemption_info` and `ray.train.report` are barriers over all ranks, which take up to seconds. Here only
-these threads wait for one another, never a step.
+these threads wait for one another, never a step. A call of the user's `report` on any rank would mix with theirs, and
+Ray's checkpoint is a pointer, in which the user's code would look for files of its own: so both are replaced for it.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 import ray.train
 import ray.train.collective
+import ray.tune
+
+from headway.trainer.errors import ConfigError
 
 from ..runs.pointer import Pointer, write_pointer
 from .preemption import PreemptionNotice, notice_of
@@ -26,6 +31,8 @@ _Report = tuple[dict[str, Any], Pointer | None]
 
 class RayTrainThread:
     """Makes all calls of Ray Train's barriers. Every rank must create one; nothing else may call them meanwhile.
+
+    `replace_ray_calls` refuses them in the code of a trainer.
 
     With reports, the main rank chooses the next call and broadcasts it, so that all ranks make the same one.
 
@@ -113,11 +120,11 @@ class RayTrainThread:
         assert self._next is not None
         metrics, pointer = self._next
         if pointer is None or not self._is_main:
-            ray.train.report(metrics)
+            call_ray(ray.train, "report", metrics)
             return
         with tempfile.TemporaryDirectory(prefix="headway-pointer-") as folder:
             write_pointer(pointer, folder)
-            ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
+            call_ray(ray.train, "report", metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
 
     def _poll_until_end(self) -> None:
         while not self._ended.wait(self._poll_s):
@@ -139,3 +146,44 @@ class RayTrainThread:
             with contextlib.suppress(Exception):
                 message = f"a preemption notice could not be handled: {type(error).__name__}: {error}"
                 warnings.warn(message, stacklevel=2)
+
+
+class _Replaced:
+    """In place of a function of Ray, for the code of the user; Headway calls the original."""
+
+    def __init__(self, name: str, original: Callable[..., Any]) -> None:
+        self.name, self.original = name, original
+
+
+class _RefusedReport(_Replaced):
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise ConfigError(
+            f"{self.name}() was called in the trainer's code: remove it, and return numbers from the steps, or call "
+            "self.log(name, number). Headway records them, and reports them to your TorchTrainer or Tuner with each "
+            "evaluation and checkpoint"
+        )
+
+
+class _GetCheckpoint(_Replaced):
+    def __call__(self) -> None:
+        """Return None, as at the start of a new run: whatever follows, Headway restores the run afterwards."""
+        warnings.warn(
+            f"{self.name}() returns None in the trainer's code: Headway itself restores models, optimizers and the "
+            "position in the data. State of your own belongs in state_dict() of a callback",
+            stacklevel=2,
+        )
+
+
+def replace_ray_calls() -> None:
+    """Replace `report` and `get_checkpoint` of Ray Train and Ray Tune in this process, before it loads a trainer."""
+    for module in (ray.train, ray.tune):
+        for name, replacement in (("report", _RefusedReport), ("get_checkpoint", _GetCheckpoint)):
+            current = getattr(module, name)
+            if not isinstance(current, _Replaced):
+                setattr(module, name, replacement(f"{module.__name__}.{name}", current))
+
+
+def call_ray(module: ModuleType, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of `ray.train` or `ray.tune`, also where it has been replaced."""
+    function = getattr(module, name)
+    return (function.original if isinstance(function, _Replaced) else function)(*args, **kwargs)

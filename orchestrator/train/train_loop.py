@@ -35,7 +35,7 @@ from ..runs.run import HEARTBEAT_S, Run
 from ..storage.events import EventWriter, read_events
 from ..storage.folder import Folder, retry_storage
 from .fit import close, finished_result, keep_error, record_failure
-from .ray_train_thread import RayTrainThread
+from .ray_train_thread import RayTrainThread, replace_ray_calls
 from .worker import Task, enter_driver_folders, has_accelerator, run_attempt
 from .worker_check import driver_versions
 from .worker_group import import_folders, pickle_experiment, polls_preemption
@@ -86,6 +86,7 @@ class Start:
             ConfigError: a path or a value is invalid.
         """
         enter_driver_folders(self.current_dir, self.imports)
+        replace_ray_calls()
         experiment: Experiment = with_values(ray.cloudpickle.loads(self.experiment), values)
         return experiment
 

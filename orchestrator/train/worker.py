@@ -38,6 +38,7 @@ from .evaluated_elsewhere import EvaluatedElsewhere
 from .failures.cause import is_fatal_error, is_secondary, phase_of, user_line_of
 from .failures.last_words import Recorder
 from .failures.retry_policy import name_process
+from .ray_train_thread import replace_ray_calls
 from .run_callback import RunCallback
 from .standby import Spares
 from .worker_check import check_worker
@@ -95,6 +96,7 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
         settings: pickled, as "task" the `Task`, and as "training" the class and config of the trainer.
     """
     try:
+        replace_ray_calls()
         task = replace(ray.cloudpickle.loads(settings["task"]), on_cpu=not has_accelerator())
         return run_attempt(task, lambda: ray.cloudpickle.loads(settings["training"]))
     except BaseException as error:

@@ -125,17 +125,19 @@ class TuneReporter:
         # Imported here, because the callbacks below travel to workers, which do without.
         from ray import tune
 
+        from ...train.ray_train_thread import call_ray
+
         if self.has_ended:
             return
         self._has_reported = True
         try:
             if checkpoint in ("", self._reported_checkpoint):
-                tune.report(report)
+                call_ray(tune, "report", report)
                 return
             self._reported_checkpoint = checkpoint
             with tempfile.TemporaryDirectory(prefix="headway-pointer-") as folder:
                 write_pointer(Pointer(run_dir=self.folder.place, checkpoint=checkpoint), folder)
-                tune.report(report, checkpoint=tune.Checkpoint.from_directory(folder))
+                call_ray(tune, "report", report, checkpoint=tune.Checkpoint.from_directory(folder))
         except SystemExit:
             # Raised by Ray Tune inside the report to end or pause the trial.
             self.has_ended = True

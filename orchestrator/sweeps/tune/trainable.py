@@ -26,6 +26,7 @@ from ...runs.resume import ResumeOptions
 from ...runs.run import Run
 from ...storage.folder import Folder
 from ...train.fit import close, finished_result, keep_error, record_failure
+from ...train.ray_train_thread import call_ray
 from ...train.train_loop import Start, train_rank
 from ...train.worker import has_accelerator
 from .reporting import EventReporter, ReportEvaluations, TuneReporter, trial_callbacks
@@ -143,7 +144,7 @@ def _check_folder(experiment: Experiment, trial_id: str, values: Mapping[str, An
 
 def _source_of(run_dir: str) -> str | None:
     """Return the checkpoint of another trial from which Ray Tune starts this one; None to resume its own run."""
-    checkpoint = tune.get_checkpoint()
+    checkpoint = call_ray(tune, "get_checkpoint")
     if checkpoint is None or (pointer := read_pointer(checkpoint)).run_dir == run_dir:
         return None
     try:

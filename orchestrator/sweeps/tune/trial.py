@@ -32,6 +32,7 @@ from ...storage.events import read_events
 from ...storage.folder import Folder, retry_storage
 from ...train.driver import RunDriver
 from ...train.fit import close, record_failure
+from ...train.ray_train_thread import call_ray
 from ...train.signals import StopSignals
 from ...train.train_loop import Start
 from ...train.worker import run_attempt
@@ -157,7 +158,7 @@ def _train_here(
 
 def _resume_from(run: Run, resume: str) -> str:
     """Return "auto" once this trial has saved a checkpoint; before, what the driver chose."""
-    checkpoint = tune.get_checkpoint()
+    checkpoint = call_ray(tune, "get_checkpoint")
     has_saved = checkpoint is not None and read_pointer(checkpoint).run_dir == run.run_dir
     return "auto" if has_saved else resume
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray.train
 import torch
-from ray.train import Checkpoint, FailureConfig, Result, RunConfig, ScalingConfig, UserCallback
+from ray.train import Checkpoint, FailureConfig, Result, RunConfig, ScalingConfig, UserCallback, WorkerGroupError
 from ray.train.torch import TorchTrainer
 
 from headway.orchestrator import Experiment, Run, RunConflictError, checkpoint_path, train_loop
@@ -124,6 +125,30 @@ def test_a_pointer_to_a_deleted_checkpoint_names_the_setting(tmp_path: Path) -> 
     other.mkdir()
     with pytest.raises(ConfigError, match="is not a checkpoint of a Headway run"):
         checkpoint_path(Checkpoint.from_directory(str(other)))
+
+
+class Reports(OnRay):
+    """Reports to Ray itself, as code for Ray Train does."""
+
+    def on_epoch_end(self, metrics: Any) -> None:
+        if self.world.is_main:
+            ray.train.report({"mine": 1.0})
+
+
+@pytest.mark.ray
+def test_a_report_in_the_code_of_a_trainer_is_refused_with_what_to_call(
+    tmp_path: Path, data: str, ray_session: None
+) -> None:
+    ours = experiment(tmp_path, data, Reports, max_steps=None, max_epochs=2)
+    with pytest.raises(WorkerGroupError) as raised:
+        TorchTrainer(
+            train_loop(ours), scaling_config=ScalingConfig(num_workers=2),
+            run_config=RunConfig(name="theirs", storage_path=str(tmp_path / "ray")),
+        ).fit()  # fmt: skip
+    assert "ray.train.report() was called in the trainer's code: remove it, and return numbers" in str(raised.value)
+    error = Run(ours.run_dir).record.error
+    assert error is not None
+    assert "call self.log(name, number)" in error
 
 
 def start_of(ours: Experiment) -> Start:

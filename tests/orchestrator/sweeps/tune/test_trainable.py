@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler
 from ray.tune.search.optuna import OptunaSearch
@@ -80,6 +82,42 @@ def test_each_evaluation_is_reported_once_with_its_checkpoint(tmp_path: Path, mo
     around.reports.clear()
     around.train(ours, {"config.learning_rate": 0.1})
     assert [report["step"] for report in around.reports] == [12]
+
+
+class Reports(TinyTrainer):
+    def on_epoch_end(self, metrics: Any) -> None:
+        tune.report({"mine": 1.0})
+
+
+def test_a_report_in_the_code_of_a_trainer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    around = Tune(monkeypatch)
+    with pytest.raises(ConfigError, match=r"ray\.tune\.report\(\) was called in the trainer's code.*self\.log\(name"):
+        around.train(replace(experiment(tmp_path), trainer=Reports), {})
+    assert all("step" in report for report in around.reports)
+
+
+class ReadsCheckpoint(TinyTrainer):
+    """Loads weights of its own from Ray's checkpoint, as a function for Ray Tune does."""
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        if checkpoint := tune.get_checkpoint():
+            with checkpoint.as_directory() as folder:
+                self.model.load_state_dict(torch.load(Path(folder) / "model.pt"))
+
+
+def test_the_code_of_a_trainer_finds_no_pointer_where_it_expects_its_own_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    around, ours = Tune(monkeypatch, ends_at=8), replace(experiment(tmp_path, max_steps=40), trainer=ReadsCheckpoint)
+    with pytest.raises(SystemExit), pytest.warns(UserWarning, match=r"ray\.tune\.get_checkpoint\(\) returns None in"):
+        around.train(ours, {})
+    resumed = Tune(monkeypatch)
+    resumed.give(Pointer(**around.pointers[-1]), tmp_path / "own")  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="Headway itself restores models"):
+        resumed.train(ours, {})
+    assert resumed.reports[-1]["step"] == 40
+    assert Run(f"{ours.run_dir}/tiny_1").record.attempts == 2
 
 
 def test_a_trial_that_tune_ends_is_interrupted_and_goes_on_when_it_is_resumed(

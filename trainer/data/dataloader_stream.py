@@ -32,6 +32,7 @@ from ..private_torch import shut_down_workers
 from .protocols import GlobalBatch, Guarantee, LoadedBatch, ShardInfo
 
 _MOST_ROWS = 16
+_SETTINGS = (bool, int, float, str, type(None))
 
 
 class LoaderStream:
@@ -56,6 +57,7 @@ class LoaderStream:
         self._indices = _Indices()
         self._reader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] | None = None
+        self._settings: list[dict[str, Any]] = []
         self._permutation: tuple[tuple[int, int], torch.Tensor] | None = None
 
     @property
@@ -127,6 +129,10 @@ class LoaderStream:
         rows = (rows for micro_batches, _, _ in ahead for rows in micro_batches)
         # Worker processes may outlive an epoch, so each row carries its epoch.
         self._indices.batches = ([(epoch, row) for row in each] for each in rows) if self._seeds_rows else rows
+        if self._shard.training:
+            for part in _parts_of(self._dataset):
+                if (set_epoch := getattr(part, "set_epoch", None)) is not None:
+                    set_epoch(epoch)
         reader = self._reader_for(epoch)
         self._batches = batches = iter(reader)
         try:
@@ -189,6 +195,11 @@ class LoaderStream:
         """Return the loader that reads; workers that start now are seeded by run, epoch and rank."""
         # Without a generator, every start of an epoch draws from the global one, so a resume would draw once more.
         generator = _generator(self._shard.seed, epoch, self._shard.rank)
+        settings = [_settings_of(part) for part in _parts_of(self._dataset)]
+        if settings != self._settings:
+            # Persistent workers hold the dataset as it was when they started.
+            self.close()
+            self._settings = settings
         if self._reader is None:
             loader = self._loader
             workers: dict[str, Any] = {}
@@ -211,6 +222,20 @@ class LoaderStream:
             )
         self._reader.generator = generator
         return self._reader
+
+
+def _parts_of(dataset: Any) -> Iterator[Any]:
+    """Yield a dataset and those inside, as in a `Subset` or a `ConcatDataset`."""
+    yield dataset
+    inside = (getattr(dataset, "dataset", None), *(getattr(dataset, "datasets", None) or ()))
+    for part in inside:
+        if isinstance(part, Dataset):
+            yield from _parts_of(part)
+
+
+def _settings_of(dataset: Any) -> dict[str, Any]:
+    """Return the attributes that are numbers, text or None, such as the epoch or the difficulty of a curriculum."""
+    return {name: value for name, value in getattr(dataset, "__dict__", {}).items() if isinstance(value, _SETTINGS)}
 
 
 class _Indices:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..errors import StepError
 from ..private_torch import has_gradient_hooks
 
+COPIED = (
+    "is copied after configure_models(), so that the copy would be in no checkpoint: make it there, as "
+    "self.target = copy.deepcopy(self.model), and change its weights in place"
+)
 _ADVICE = {
     "Expected to have finished reduction in the prior iteration": (
         "the loss before this forward pass reached only a part of the model, and DDP waits for the gradients of all: "
@@ -46,6 +51,10 @@ class ReplicatedModule(DistributedDataParallel):
         # Python looks these up in the class.
         operators = {name: _of_module(name) for name in _OPERATORS if hasattr(type(module), name)}
         return super().__new__(type(cls.__name__, (cls,), operators) if operators else cls)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refuse a copy, as FSDP2 does."""
+        raise StepError(f"{type(self.module).__name__} {COPIED}")
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..config import ParallelConfig, Precision
 from ..errors import ConfigError, StepError
+from .ddp import COPIED
 from .world import World
 
 _CHANGE_NO_VALUES = ("requires_grad_", "share_memory_")
@@ -263,7 +264,9 @@ def sync_buffers(model: nn.Module, world: World) -> None:
 
 
 def add_shard_advice(error: BaseException) -> None:
-    """Add a note to torch's errors about weights of a sharded model that are not gathered."""
+    """Add a note to torch's errors about weights of a sharded model that are not gathered, and about copies of it."""
+    if isinstance(error, AssertionError) and "FSDP does not support deepcopy" in str(error):
+        error.add_note(f"the model {COPIED}")
     if not isinstance(error, RuntimeError) or any(_IN_OPTIMIZER in note for note in getattr(error, "__notes__", ())):
         return
     if "mixed torch.Tensor and DTensor" in str(error):

@@ -40,7 +40,7 @@ from ..step.evaluation_weights import set_training_mode
 from ..step.lr_stepping import Interval
 from ..trackers.base import Tracker
 from . import weight_init
-from .freezing import freeze
+from .freezing import call_own_train, freeze
 from .rank_consistency import check_agreement, check_weights, code_digests, shapes
 from .scheduler_checks import check_schedulers
 from .value_tracking import ValueTracker
@@ -145,12 +145,31 @@ def make_models(program: Program, ctx: RunContext, numerics: Numerics, *, shapes
             ctx.print(_why_with_values(ctx.models, obstacle.why, shards=shards))
     # A callback may have replaced a model.
     ctx.models.update({name: getattr(program, name) for name in ctx.models})
+    call_own_train(ctx.models)
     freeze(ctx.models, ctx.config.freeze)
     parallelize.check_modules(ctx.models, ctx.config.parallel, ctx.world)
     numerics.check_models(ctx.models)
+    _check_listed_models(program, ctx.models)
     if ctx.world.is_main:
         _warn_of_hidden_modules(ctx.models)
     return obstacle is not None
+
+
+def _check_listed_models(program: Program, models: Mapping[str, nn.Module]) -> None:
+    """Check that no plain list or dict of the trainer holds further models, which would stay without values.
+
+    Raises:
+        ConfigError: one does.
+    """
+    known = {id(module) for model in models.values() for module in model.modules()}
+    for attribute, value in vars(program).items():
+        held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        if any(isinstance(each, nn.Module) and id(each) not in known and parallelize.on_meta(each) for each in held):
+            kind = type(value).__name__
+            raise ConfigError(
+                f"self.{attribute} is a {kind} of modules, which are neither trained, moved to the device nor saved: "
+                f"use {'nn.ModuleDict' if kind == 'dict' else 'nn.ModuleList'}, or an attribute for each"
+            )
 
 
 def _warn_of_hidden_modules(models: Mapping[str, nn.Module]) -> None:

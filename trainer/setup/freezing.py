@@ -1,4 +1,4 @@
-"""Freezing of parameters by patterns over their names."""
+"""Freezing of parameters by patterns over their names, and the modes of modules that choose them."""
 
 from __future__ import annotations
 
@@ -50,6 +50,17 @@ def freeze(models: Mapping[str, nn.Module], patterns: Sequence[str]) -> None:
         )
     for module in models.values():
         _eval_frozen(module, frozen)
+
+
+def call_own_train(models: Mapping[str, nn.Module]) -> None:
+    """Call `train` of modules that override it and are in training mode, as a loop written by hand does.
+
+    Some keep a part of themselves in evaluation mode by it, such as the norms of a pretrained backbone.
+    """
+    for model in models.values():
+        for module in model.modules():
+            if module.training and type(module).train is not nn.Module.train:
+                module.train()
 
 
 def _eval_frozen(module: nn.Module, frozen: set[nn.Parameter]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from ..loop.context import RunContext
 from ..private_torch import version_of
@@ -24,6 +25,8 @@ class UnsavedState:
     tensors that it reads and has changed in place; not flags and counters, which often only make it print. Nothing is
     said if a callback of the user's has a `state_dict`, which may return them.
 
+    And of modules that were made after `configure_models` and change, such as the target network of Q-learning.
+
     Args:
         program: the trainer.
         ctx: of the run, set up.
@@ -33,11 +36,21 @@ class UnsavedState:
         self._program, self._ctx = program, ctx
         self._handed_on, self._read = _attributes_of(getattr(type(program), "training_step", None))
         self._versions = self._tensors()
+        self._modules: dict[str, tuple[nn.Module, list[int | None]]] = {}
+        self._changed_modules()
         self._has_warned = ctx.run_dir is None or not ctx.world.is_main
 
     def __call__(self) -> None:
         """Warn if there are any; called before a checkpoint."""
         if self._has_warned or self._ctx.callbacks.have_own_state():
+            return
+        if modules := self._changed_modules():
+            self._has_warned = True
+            warnings.warn(
+                f"self.{modules[0]} is a model that changes during the run, but no checkpoint has it, so that a "
+                "resumed run begins with another one: make it in configure_models(), and change its weights in place",
+                stacklevel=2,
+            )
             return
         managed = {*self._ctx.models, *self._ctx.optimizers, *self._ctx.lr_stepping.schedulers}
         attributes = {name for name, value in vars(self._program).items() if _is_state(value)} - managed
@@ -51,6 +64,15 @@ class UnsavedState:
                 "callback, see docs/checkpoints.md under Custom state",
                 stacklevel=2,
             )
+
+    def _changed_modules(self) -> list[str]:
+        """Return the names of modules that no checkpoint has, and that have changed since the last call."""
+        saved = {id(tensor) for model in self._ctx.models.values() for tensor in model.parameters()}
+        before, self._modules = self._modules, {}
+        for name, value in vars(self._program).items():
+            if isinstance(value, nn.Module) and (own := list(value.parameters())) and id(own[0]) not in saved:
+                self._modules[name] = value, [version_of(tensor) for tensor in (*own, *value.buffers())]
+        return [name for name, now in self._modules.items() if name in before and now != before[name]]
 
     def _tensors(self) -> dict[str, int | None]:
         """Return the versions of the tensors that the step reads and never sets."""

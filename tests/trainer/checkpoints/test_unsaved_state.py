@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from headway.trainer import Callback, World
+from headway.trainer import Callback, CheckpointConfig, Duration, ParallelConfig, StepError, World
 from tests.distributed import run_on_ranks
 from tests.tiny import StopAt, TinyConfig, TinyTrainer, weights
 
@@ -91,3 +92,57 @@ def _resume(world: World, folder: str) -> list[dict[str, torch.Tensor]]:
 def test_a_callback_saves_the_state_of_each_rank(tmp_path: Path) -> None:
     for whole, _, resumed in run_on_ranks(_resume, 2, str(tmp_path)):
         torch.testing.assert_close(resumed, whole, atol=0, rtol=0)
+
+
+class CopiesLate(TinyTrainer):
+    """A target network that is made and replaced after `configure_models`."""
+
+    def on_fit_start(self) -> None:
+        self.target = copy.deepcopy(self.model)
+
+    def on_step_end(self) -> None:
+        self.follow()
+
+    def follow(self) -> None:
+        self.target.load_state_dict(self.model.state_dict())
+
+
+class ReplacesCopy(CopiesLate):
+    def follow(self) -> None:
+        self.target = copy.deepcopy(self.model)
+
+
+class KeepsCopy(CopiesLate):
+    def follow(self) -> None: ...
+
+
+def _warnings_of(trainer_class: type[TinyTrainer], tmp_path: Path) -> list[str]:
+    config = TinyConfig(max_steps=6, checkpoint=CheckpointConfig(every=Duration(2, "steps")))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer_class(config, world=ALONE, run_dir=tmp_path / "run").fit()
+    return [text for each in caught if "no checkpoint has it" in (text := str(each.message))]
+
+
+@pytest.mark.parametrize("trainer_class", [CopiesLate, ReplacesCopy])
+def test_a_model_made_late_that_changes_is_warned_of_once(trainer_class: type[TinyTrainer], tmp_path: Path) -> None:
+    (text,) = _warnings_of(trainer_class, tmp_path)
+    assert text.startswith("self.target is a model that changes during the run")
+    assert "make it in configure_models()" in text
+
+
+def test_a_model_made_late_that_stays_as_it_is_needs_no_checkpoint(tmp_path: Path) -> None:
+    assert not _warnings_of(KeepsCopy, tmp_path)
+
+
+def _copy_on_ranks(world: World) -> None:
+    for strategy, error in (("ddp", StepError), ("fsdp", AssertionError)):
+        config = TinyConfig(max_steps=1, parallel=ParallelConfig(strategy=strategy))  # type: ignore[arg-type]
+        with pytest.raises(error) as raised:
+            CopiesLate(config, world=world).fit()
+        said = str(raised.value) + "".join(raised.value.__notes__)
+        assert "make it there, as self.target = copy.deepcopy(self.model)" in said
+
+
+def test_a_copy_of_a_replicated_or_sharded_model_is_told_where_to_make_it() -> None:
+    run_on_ranks(_copy_on_ranks, 2)

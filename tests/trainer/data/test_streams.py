@@ -844,3 +844,40 @@ def test_a_dataset_of_ray_data_is_told_what_to_return() -> None:
 
     with pytest.raises(ConfigError, match=r"return RayDataset\(dataset\), from headway.datasets.formats.ray_dataset"):
         as_stream(Dataset())
+
+
+class Curriculum(Dataset[torch.Tensor]):
+    """Rows that depend on the epoch, which the loop sets, and on a level, which the user's code sets."""
+
+    def __init__(self) -> None:
+        self.epoch, self.level = 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        return torch.tensor(100 * self.level + 10 * self.epoch)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
+@pytest.mark.parametrize("part", [False, True])
+def test_rows_may_depend_on_the_epoch_and_on_what_the_user_sets(options: dict[str, Any], part: bool) -> None:
+    """Also after a resume: what workers had been given before it must not matter."""
+    dataset = Curriculum()
+    stream = _set_up(DataLoader(Subset(dataset, range(8)) if part else dataset, batch_size=4, **options))
+    seen = []
+    for epoch in (0, 1, 2):
+        dataset.level = epoch
+        seen.append({int(value) for batch in stream.epoch(epoch) for each in batch.micro_batches for value in each})
+    stream.close()
+    assert seen == [{0}, {110}, {220}]
+
+
+def test_an_evaluation_leaves_the_epoch_of_the_dataset_alone() -> None:
+    dataset = Curriculum()
+    dataset.set_epoch(3)
+    list(_set_up(DataLoader(dataset, batch_size=4), training=False).epoch(0))
+    assert dataset.epoch == 3

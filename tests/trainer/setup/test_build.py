@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -235,3 +236,22 @@ def test_the_state_of_an_optimizer_inside_another_is_saved_or_missed(tmp_path: P
     resumed = Nested(config, world=ALONE, run_dir=tmp_path)
     assert resumed.fit().resumed_from is not None
     assert all(map(torch.equal, weights(whole).values(), weights(resumed).values()))
+
+
+class KeepsInList(TinyTrainer):
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.parts = [self.model.first]
+        self.targets = [copy.deepcopy(self.model)]
+
+
+class KeepsInDict(TinyTrainer):
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.targets = {"slow": copy.deepcopy(self.model)}
+
+
+@pytest.mark.parametrize(("trainer_class", "instead"), [(KeepsInList, "ModuleList"), (KeepsInDict, "ModuleDict")])
+def test_models_in_a_plain_list_of_the_trainer_are_refused(trainer_class: type[TinyTrainer], instead: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^self\.targets is a .* of modules.*: use nn\.{instead}, or an attribute"):
+        trainer_class(TinyConfig(max_steps=1), world=ALONE).setup()

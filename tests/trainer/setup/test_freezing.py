@@ -231,3 +231,33 @@ def test_a_layer_may_join_the_optimizer_in_the_first_update() -> None:
     trainer.fit()
     changed = {name for name, value in weights(trainer).items() if not torch.equal(before[name], value)}
     assert changed == {f"model.{layer}.{kind}" for layer in ("first", "last") for kind in ("weight", "bias")}
+
+
+class _KeepsNorm(nn.Module):
+    """Keeps a norm in evaluation mode by its `train`, as detectors do with that of a pretrained backbone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def train(self, mode: bool = True) -> _KeepsNorm:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(x))
+
+
+def test_a_module_that_chooses_the_modes_of_its_parts_is_asked_before_training() -> None:
+    """A loop written by hand calls `model.train()` before each epoch."""
+
+    class Keeps(TinyTrainer):
+        def configure_models(self) -> None:
+            self.model = _KeepsNorm()
+            self.other = _KeepsNorm().eval().requires_grad_(False)
+
+    trainer = Keeps(TinyConfig(max_steps=3), world=World.single("cpu"))
+    trainer.fit()
+    assert torch.equal(trainer.model.norm.running_mean, torch.zeros(6))
+    assert (trainer.model.training, trainer.model.norm.training, trainer.other.training) == (True, False, False)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..distributed.dtensor import unwrap
 from ..loop.context import RunContext
 from ..private_torch import version_of
 from .build import Program
@@ -25,7 +26,8 @@ class UnsavedState:
     tensors that it reads and has changed in place; not flags and counters, which often only make it print. Nothing is
     said if a callback of the user's has a `state_dict`, which may return them.
 
-    And of modules that were made after `configure_models` and change, such as the target network of Q-learning.
+    And of modules that were made after `configure_models` and change, such as the target network of Q-learning; and of
+    tensors that the `forward` of a module hands on to the next one as plain attributes, which are no buffers.
 
     Args:
         program: the trainer.
@@ -38,6 +40,8 @@ class UnsavedState:
         self._versions = self._tensors()
         self._modules: dict[str, tuple[nn.Module, list[int | None]]] = {}
         self._changed_modules()
+        self._handing: list[tuple[str, nn.Module, str]] | None = None
+        self._kept: dict[str, Any] = {}
         self._has_warned = ctx.run_dir is None or not ctx.world.is_main
 
     def __call__(self) -> None:
@@ -49,6 +53,14 @@ class UnsavedState:
             warnings.warn(
                 f"self.{modules[0]} is a model that changes during the run, but no checkpoint has it, so that a "
                 "resumed run begins with another one: make it in configure_models(), and change its weights in place",
+                stacklevel=2,
+            )
+            return
+        if names := self._kept_by_modules():
+            self._has_warned = True
+            warnings.warn(
+                f"{names[0]} is a tensor that forward() hands on to the next one, but as a plain attribute it is in no "
+                "checkpoint, so that a resumed run begins without it: use register_buffer()",
                 stacklevel=2,
             )
             return
@@ -74,6 +86,20 @@ class UnsavedState:
                 self._modules[name] = value, [version_of(tensor) for tensor in (*own, *value.buffers())]
         return [name for name, now in self._modules.items() if name in before and now != before[name]]
 
+    def _kept_by_modules(self) -> list[str]:
+        """Return the tensors that modules hand on as plain attributes, and have replaced since the last call."""
+        if self._handing is None:
+            resets = _names_in(getattr(type(self._program), "training_step", None))
+            self._handing = [
+                (path, module, attribute)
+                for name, model in self._ctx.models.items()
+                for path, module in unwrap(model).named_modules(prefix=name)
+                for attribute in sorted(_attributes_of(type(module).forward)[0] - resets)
+            ]
+        values = {f"{path}.{attribute}": vars(module).get(attribute) for path, module, attribute in self._handing}
+        before, self._kept = self._kept, {name: each for name, each in values.items() if isinstance(each, torch.Tensor)}
+        return [name for name, value in self._kept.items() if name in before and before[name] is not value]
+
     def _tensors(self) -> dict[str, int | None]:
         """Return the versions of the tensors that the step reads and never sets."""
         found = {name: vars(self._program).get(name) for name in self._read}
@@ -82,6 +108,12 @@ class UnsavedState:
             for name, value in found.items()
             if isinstance(value, torch.Tensor) and not value.is_inference()
         }
+
+
+def _names_in(function: Any) -> set[str]:
+    """Return the attributes that a function names, such as the hidden state that it resets before a forward pass."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return set() if code is None else set(code.co_names)
 
 
 def _is_state(value: Any) -> bool:

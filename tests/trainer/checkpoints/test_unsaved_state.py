@@ -121,7 +121,7 @@ def _warnings_of(trainer_class: type[TinyTrainer], tmp_path: Path) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer_class(config, world=ALONE, run_dir=tmp_path / "run").fit()
-    return [text for each in caught if "no checkpoint has it" in (text := str(each.message))]
+    return [text for each in caught if "so that a resumed run begins with" in (text := str(each.message))]
 
 
 @pytest.mark.parametrize("trainer_class", [CopiesLate, ReplacesCopy])
@@ -146,3 +146,34 @@ def _copy_on_ranks(world: World) -> None:
 
 def test_a_copy_of_a_replicated_or_sharded_model_is_told_where_to_make_it() -> None:
     run_on_ranks(_copy_on_ranks, 2)
+
+
+class Averaging(nn.Module):
+    """Subtracts a moving average of its outputs, which it keeps as a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.average, self.shown = nn.Linear(6, 3), torch.zeros(3), torch.zeros(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = self.last(x)
+        self.shown = outputs.detach()
+        self.average = 0.9 * self.average + 0.1 * outputs.detach().mean(0)
+        return outputs - self.average
+
+
+class Averages(TinyTrainer):
+    def configure_models(self) -> None:
+        self.model = Averaging()
+
+
+class Resets(Averages):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.model.average = torch.zeros(3)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_tensor_that_a_module_hands_on_is_warned_of(tmp_path: Path) -> None:
+    (text,) = _warnings_of(Averages, tmp_path)
+    assert text.startswith("model.average is a tensor that forward() hands on")
+    assert not _warnings_of(Resets, tmp_path / "resets")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,6 +146,98 @@ def test_a_method_that_would_replace_one_of_ours_is_refused() -> None:
     class Extends(TinyTrainer):
         def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
             return super().evaluate(*args, **options)
+
+
+@pytest.mark.parametrize("name", ["training_step", "validation_step"])
+def test_a_step_with_the_arguments_of_hugging_face_is_refused(name: str) -> None:
+    with pytest.raises(
+        TypeError, match=rf"Wrong\.{name}\(self, model, inputs, num_items\) must .* the model is self\.model"
+    ):
+        type("Wrong", (TinyTrainer,), {name: lambda self, model, inputs, num_items=None: None})
+
+
+class Output(dict[str, Any]):
+    """Like the output of a Hugging Face model."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("cannot be updated")
+
+
+def test_the_whole_output_of_a_model_is_refused_with_the_name_of_what_is_no_number() -> None:
+    class Whole(TinyTrainer):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            logits = self.model(batch["x"])
+            return Output(loss=F.cross_entropy(logits, batch["y"]), logits=logits)
+
+    with pytest.raises(StepError, match=r"returned a tensor of shape .* as 'train/logits', which must be a number"):
+        _fit(Whole)
+
+
+class Wraps:
+    """Like Accelerate's AcceleratedScheduler."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+
+    def step(self) -> None: ...
+
+
+class Halves:
+    """Halves the learning rate, but is no scheduler of torch."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] /= 2
+
+
+def test_a_scheduler_that_headway_would_not_step_is_refused_or_warned_of() -> None:
+    class Wrapped(TinyTrainer):
+        def configure_optimizers(self) -> None:
+            super().configure_optimizers()
+            self.scheduler = Wraps(torch.optim.lr_scheduler.StepLR(self.optimizer, 1))
+
+    class Own(TinyTrainer):
+        def configure_optimizers(self) -> None:
+            super().configure_optimizers()
+            self.rates = Halves(self.optimizer)
+
+    class Steps(Own):
+        def on_step_end(self) -> None:
+            self.rates.step()
+
+    with pytest.raises(
+        ConfigError, match=r"self\.scheduler is a Wraps around a StepLR, .*without accelerator\.prepare"
+    ):
+        _fit(Wrapped)
+    with pytest.warns(UserWarning, match=r"self\.rates is a Halves, .* neither steps nor saves it"):
+        _fit(Own)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _fit(Steps)
+
+
+@pytest.mark.parametrize("part", ["model", "model.first"])
+def test_a_model_that_is_trained_in_evaluation_mode_is_warned_of(part: str) -> None:
+    class Pretrained(TinyTrainer):
+        def configure_models(self) -> None:
+            super().configure_models()
+            self.model.first = nn.Sequential(nn.Linear(6, 9), nn.Dropout(self.config.dropout))
+            self.model.get_submodule(part.removeprefix("model").removeprefix(".")).eval()
+
+    with pytest.warns(UserWarning, match=rf"^{part} is trained in evaluation mode, .* Call its train\(\) in"):
+        _fit(Pretrained, dropout=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _fit(Pretrained, dropout=0.0)
+
+
+@pytest.mark.parametrize("name", ["accumulate", "gather_for_metrics", "toggle_optimizer", "clip_gradients", "prepare"])
+def test_an_attribute_of_another_framework_names_what_to_use(name: str) -> None:
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}': "):
+        getattr(TinyTrainer(TinyConfig(max_steps=1), world=ALONE), name)
 
 
 @pytest.mark.parametrize("name", ["training_step", "validation_step"])

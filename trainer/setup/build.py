@@ -42,7 +42,7 @@ from ..trackers.base import Tracker
 from . import weight_init
 from .freezing import call_own_train, freeze
 from .rank_consistency import check_agreement, check_weights, code_digests, shapes
-from .scheduler_checks import check_schedulers
+from .scheduler_checks import check_schedulers, check_schedulers_of_other_classes
 from .value_tracking import ValueTracker
 
 T = TypeVar("T")
@@ -457,6 +457,7 @@ def make_optimizers(program: Program, ctx: RunContext, *, evaluates: bool, total
     ctx.optimizers.clear()
     ctx.optimizers.update(_attributes(program, Optimizer))
     _check_optimizers_of_other_classes(program)
+    check_schedulers_of_other_classes(program, ctx)
     set_training_mode(ctx.optimizers.values())
     for name, optimizer in ctx.optimizers.items():
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")

@@ -69,6 +69,15 @@ ATTRIBUTES_ELSEWHERE = {
     "save_hyperparameters": "the config is recorded with every run",
     "log_dict": "call self.log(name, number) for each, or return a dict from the step",
     "manual_backward": "call self.backward(loss)",
+    "toggle_optimizer": "call self.backward(loss) and self.step(optimizer) for each optimizer",
+    "untoggle_optimizer": "call self.backward(loss) and self.step(optimizer) for each optimizer",
+    "clip_gradients": "set config.max_grad_norm or config.max_grad_value",
+    "clip_grad_norm_": "set config.max_grad_norm",
+    "accumulate": "set config.gradient_accumulation_steps or config.global_batch_size",
+    "gather": "use self.world.all_gather(tensor), or return numbers, which are averaged over all ranks",
+    "gather_for_metrics": "return numbers from validation_step, where each row counts once, or use configure_metrics()",
+    "prepare": "what the configure_ methods set or return is prepared",
+    "wait_for_everyone": "use self.world.barrier()",
     "lr_schedulers": "schedulers are attributes, such as self.scheduler",
     "logger": "call self.log(), or use a tracker (configure_trackers)",
     "loggers": "call self.log(), or use a tracker (configure_trackers)",
@@ -195,10 +204,16 @@ def _check_arguments(cls: type, name: str, written: object, ours: object) -> Non
     positional = [each.name for each in needed if each.kind is each.POSITIONAL_OR_KEYWORD]
     if len(positional) < len(needed):
         return
+    names = list(inspect.signature(written).parameters)
+    if name in ("training_step", "validation_step") and names[1:2] == ["model"]:
+        # As in Hugging Face's Trainer; the batch would be passed as the model.
+        raise TypeError(
+            f"{cls.__qualname__}.{name}({', '.join(names)}) must accept the arguments ({', '.join(positional)}): the "
+            "model is self.model"
+        )
     try:
         inspect.signature(written).bind(*positional)
     except TypeError as error:
-        names = inspect.signature(written).parameters
         # As in Lightning before 2.0.
         per_optimizer = name == "training_step" and any(each.startswith("optimizer") for each in names)
         remedy = ". For several optimizers, call self.backward(loss) and self.step(optimizer) for each" * per_optimizer

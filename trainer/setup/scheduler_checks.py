@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterator
 
-from torch.optim import lr_scheduler
+from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..errors import ConfigError
@@ -89,3 +90,40 @@ def _all_in(scheduler: LRScheduler) -> Iterator[LRScheduler]:
     yield scheduler
     for inner in inner_schedulers(scheduler):
         yield from _all_in(inner)
+
+
+def check_schedulers_of_other_classes(program: object, ctx: RunContext) -> None:
+    """Check attributes that hold an optimizer of the run and have `step()`, but are no `LRScheduler`.
+
+    Raises:
+        ConfigError: one wraps an `LRScheduler`, as Accelerate's does, so that its author expects Headway to step it.
+    """
+    for name, each in vars(program).items():
+        if isinstance(each, (LRScheduler, Optimizer, type)) or not callable(getattr(each, "step", None)):
+            continue
+        held = list(vars(each).values()) if hasattr(each, "__dict__") else []
+        kind = type(each).__name__
+        if wrapped := [value for value in held if isinstance(value, LRScheduler)]:
+            raise ConfigError(
+                f"self.{name} is a {kind} around a {type(wrapped[0]).__name__}, but no LRScheduler of torch, so that "
+                f"Headway would not step it: set the {type(wrapped[0]).__name__} itself, without accelerator.prepare()"
+            )
+        holds_optimizer = any(value is optimizer for value in held for optimizer in ctx.optimizers.values())
+        if holds_optimizer and ctx.world.is_main and not _is_used(type(program), name):
+            warnings.warn(
+                f"self.{name} is a {kind}, which has an optimizer and step(), but is no LRScheduler of torch: Headway "
+                "neither steps nor saves it. Derive it from LRScheduler, or step it in on_step_end() and save it in "
+                "state_dict() of a callback",
+                stacklevel=2,
+            )
+
+
+def _is_used(cls: type, name: str) -> bool:
+    """Return whether a method of a trainer's class uses an attribute, except the method that sets it."""
+    functions = [
+        value
+        for base in cls.__mro__
+        for key, value in vars(base).items()
+        if inspect.isfunction(value) and key != "configure_optimizers"
+    ]
+    return any(name in function.__code__.co_names for function in functions)

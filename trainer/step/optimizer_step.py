@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from ..data.protocols import GlobalBatch
 from ..data.tree import map_tensors, move
 from ..distributed.ddp import ReplicatedModule
+from ..distributed.dtensor import unwrap
 from ..distributed.fsdp import (
     add_optimizer_advice,
     buffers_to_sync,
@@ -498,6 +499,9 @@ class OptimizerStep:
                     "self.step(optimizer), which accumulate over micro-batches and ranks. Pass gradients "
                     "that you compute through a loss: self.backward(sum of (parameter * gradient).sum())"
                 )
+            if isinstance(outputs, dict) and type(outputs) is not dict:
+                # Such as the output of a Hugging Face model, which cannot be copied with other values.
+                outputs = dict(outputs)
             # dict first: isinstance(x, Mapping) is 10x slower.
             if not isinstance(outputs, (dict, Mapping)) or "loss" not in outputs:
                 raise StepError(
@@ -834,6 +838,34 @@ def _warn_of_evaluation_mode(models: Mapping[str, nn.Module], were_training: Map
             f"call self.{left[0]}.train() at its end, unless that is what you want",
             stacklevel=2,
         )
+    for name, model in models.items():
+        if (path := _trains_in_evaluation_mode(unwrap(model))) is not None and name not in left:
+            path = f"{name}.{path}".rstrip(".")
+            warnings.warn(
+                f"{path} is trained in evaluation mode, without dropout and updates of running means; from_pretrained "
+                "returns models so. Call its train() in configure_models(), unless that is what you want",
+                stacklevel=2,
+            )
+
+
+_LAYERS_WITH_MODES = (
+    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.BatchNorm1d, nn.BatchNorm2d,
+    nn.BatchNorm3d, nn.SyncBatchNorm,
+)  # fmt: skip
+
+
+def _trains_in_evaluation_mode(model: nn.Module) -> str | None:
+    """Return the path of the outermost part in evaluation mode that is trained and has layers that then differ."""
+    for path, module in model.named_modules():
+        if (
+            module.training
+            or isinstance(module, _LAYERS_WITH_MODES)
+            or not any(each.requires_grad for each in module.parameters())
+        ):
+            continue
+        if any(isinstance(each, _LAYERS_WITH_MODES) and getattr(each, "p", 1.0) > 0 for each in module.modules()):
+            return str(path)
+    return None
 
 
 def _describe(value: Any) -> str:

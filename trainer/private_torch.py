@@ -49,6 +49,11 @@ def written_arguments(operator: Any) -> list[tuple[int, str]]:
     ]
 
 
+def function_of(node: Any) -> type | None:
+    """Return the `torch.autograd.Function` of a node of a graph; None for another node, or if torch does not tell."""
+    return getattr(node, "_forward_cls", None)
+
+
 def is_conversion(operator: Any) -> bool:
     """Whether an operator gives a tensor another type or device; a torch with another one sees new values in it."""
     return str(operator.overloadpacket) == "aten._to_copy"

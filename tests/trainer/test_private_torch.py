@@ -33,7 +33,7 @@ DOCUMENTED = {"torch.utils._python_dispatch"}
 """Names with an underscore that torch's documentation tells users to import."""
 PRIVATE_METHODS = re.compile(
     r"_(to_copy|iterator|shutdown_workers|last_lr|schedulers|step_supports_amp_scaling|"
-    r"version|schema|values|indices|foreach_\w+|call_impl|compiled_call_impl|orig_mod|checkpoint_wrapped_module|"
+    r"version|schema|forward_cls|values|indices|foreach_\w+|call_impl|compiled_call_impl|orig_mod|checkpoint_wrapped_module|"
     r"set_pg_timeout|record_memory_history|dump_snapshot|sync_buffers|NormBase|BatchNorm|world|get_backend|_create_"
     r"chunk_list__|spec|local_tensor|fsdp_\w+|get_fsdp_state)"
 )
@@ -300,3 +300,20 @@ def test_a_group_tells_its_store_or_none() -> None:
 
     assert callable(dist.ProcessGroup.get_group_store)
     assert private_torch.store_of(Group()) is None  # type: ignore[arg-type]
+
+
+class Doubles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *of_outputs: torch.Tensor) -> Any:
+        return 2 * of_outputs[0]
+
+
+def test_a_function_of_the_users_is_found_in_a_graph() -> None:
+    """Without the attribute, what it gets is not checked."""
+    x = torch.ones(2, requires_grad=True)
+    assert private_torch.function_of(Doubles.apply(x).grad_fn) is Doubles
+    assert private_torch.function_of((2 * x).grad_fn) is None

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..config import ParallelConfig, Precision
 from ..errors import ConfigError, StepError
+from ..private_torch import function_of
 from .ddp import COPIED
 from .world import World
 
@@ -299,6 +300,34 @@ def add_optimizer_advice(error: Exception, optimizer: Optimizer) -> None:
         f"raised by {type(optimizer).__name__}{_IN_OPTIMIZER}: if it does not support them, use "
         "parallel.strategy='ddp' or another optimizer"
     )
+
+
+def check_functions(loss: torch.Tensor) -> None:
+    """Check that no `torch.autograd.Function` of the user's got shards in place of weights, as adjoint methods may.
+
+    Args:
+        loss: with its graph.
+
+    Raises:
+        StepError: one did; its gradients of them would be None or zero, or not summed over the ranks.
+    """
+    seen: set[Any] = set()
+    nodes: list[Any] = [loss.grad_fn]
+    while nodes:
+        if (node := nodes.pop()) is None or node in seen:
+            continue
+        seen.add(node)
+        children = [child for child, _ in node.next_functions]
+        nodes.extend(children)
+        function = function_of(node)
+        if function is None or function.__module__.partition(".")[0] == "torch":
+            continue
+        if any(isinstance(getattr(child, "variable", None), DTensor) for child in children):
+            raise StepError(
+                f"{function.__qualname__}.apply() got parameters of a module before FSDP2 has gathered them, and would "
+                "compute gradients of their shards: call it in the forward of that module, or use "
+                "parallel.strategy='ddp'"
+            )
 
 
 class RefuseLostChanges(TorchFunctionMode):

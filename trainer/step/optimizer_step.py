@@ -28,6 +28,7 @@ from ..distributed.dtensor import unwrap
 from ..distributed.fsdp import (
     add_optimizer_advice,
     buffers_to_sync,
+    check_functions,
     reduce_unused,
     sharded_roots,
     units_of,
@@ -562,6 +563,8 @@ class OptimizerStep:
             The loss as given, without its graph.
         """
         _check_loss(loss)
+        if self._sharded and self._not_yet_checked:
+            check_functions(loss)
         scale, detached = self._loss_scale, loss.detach()
         self._losses.append((self._micro_batch, detached, scale))
         if self._scaler is not None:

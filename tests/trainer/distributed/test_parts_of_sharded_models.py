@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from headway.trainer import ConfigError, ParallelConfig, Session, StepError, World
 from headway.trainer.distributed.parallelize import check_modules
 from tests.distributed import run_on_ranks
-from tests.tiny import TinyConfig, TinyTrainer, weights
+from tests.tiny import Deep, TinyConfig, TinyTrainer, weights
 from tests.trainer.distributed.test_parallelize import _config, _of
 
 
@@ -105,6 +105,41 @@ class WeighsTasks(Penalizes):
         return sum(loss / norm for loss, norm in zip(losses, norms, strict=True))
 
 
+class Adjoint(torch.autograd.Function):
+    """Computes its gradients by another forward pass, as a neural ODE does."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.module, ctx.weights = module, weights
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, *of_outputs: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            inputs = x.detach().requires_grad_()
+            outputs = ctx.module(inputs)
+        of_all = torch.autograd.grad(outputs, (inputs, *ctx.weights), of_outputs, allow_unused=True)
+        of_x, *of_weights = of_all
+        pairs = zip(of_weights, ctx.weights, strict=True)
+        return None, of_x, *(torch.zeros_like(weight) if each is None else each for each, weight in pairs)
+
+
+class AdjointBlocks(Deep):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + Adjoint.apply(block, x, *block.parameters())
+        return self.last(self.dropout(x))
+
+
+class UsesAdjoint(TinyTrainer):
+    def configure_models(self) -> None:
+        self.model = AdjointBlocks(9, 0.0)
+
+
 class Prunes(TinyTrainer):
     def on_epoch_start(self) -> None:
         prune.l1_unstructured(self.model.first, "weight", amount=0.5)
@@ -182,6 +217,9 @@ def _train(world: World) -> dict[str, Any]:
     with pytest.raises(RuntimeError, match="setStorage") as raised:
         Penalizes(_config(strategy="fsdp"), world=world).fit()
     assert "create_graph=True): use parallel.strategy='ddp'" in "".join(raised.value.__notes__)
+    UsesAdjoint(_config(strategy="ddp"), world=world).fit()
+    with pytest.raises(StepError, match=r"^Adjoint\.apply\(\) got parameters of a module before FSDP2 has gathered"):
+        UsesAdjoint(_config(strategy="fsdp"), world=world).fit()
     for trainer_class, said, advice in (
         (WeighsTasks, "to not have been used in the graph", "finds their shards: use parallel.strategy='ddp'"),
         (Prunes, "Sharding propagation failed", "make the change in configure_models()"),

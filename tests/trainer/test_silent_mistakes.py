@@ -43,12 +43,16 @@ def test_gradients_are_not_clipped_before_they_exist() -> None:
                 nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
                 return _loss(self, batch)
 
-    class ByHand(TinyTrainer):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.backward(_loss(self, batch))
-            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            self.step(self.optimizer)
-            return {}
+    with pytest.warns(
+        UserWarning, match=r"clips the gradient of a micro-batch, .*set config\.max_grad_norm, or clip in"
+    ):
+
+        class ByHand(TinyTrainer):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                self.backward(_loss(self, batch))
+                nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.step(self.optimizer)
+                return {}
 
     _fit(ByHand)
 

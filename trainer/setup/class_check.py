@@ -184,10 +184,17 @@ def _check_training_step(cls: type, used: set[str]) -> None:
     if not inspect.isfunction(step):
         return
     names = set(_names_in(step.__code__))
-    if "backward" not in used and (clips := sorted(names & {"clip_grad_norm_", "clip_grad_value_"})):
-        raise TypeError(
-            f"{cls.__qualname__}.training_step calls {clips[0]}, but gradients are computed after it has returned the "
-            f"loss: set config.{'max_grad_norm' if 'norm' in clips[0] else 'max_grad_value'} and remove the call"
+    if clips := sorted(names & {"clip_grad_norm_", "clip_grad_value_"}):
+        field = "max_grad_norm" if "norm" in clips[0] else "max_grad_value"
+        if "backward" not in used:
+            raise TypeError(
+                f"{cls.__qualname__}.training_step calls {clips[0]}, but gradients are computed after it has returned "
+                f"the loss: set config.{field} and remove the call"
+            )
+        warnings.warn(
+            f"{cls.__qualname__}.training_step calls {clips[0]}, which clips the gradient of a micro-batch, and not of "
+            f"the update if that accumulates several: set config.{field}, or clip in the hook on_gradients_ready()",
+            stacklevel=4,
         )
     if "gradient_accumulation_steps" in names:
         warnings.warn(

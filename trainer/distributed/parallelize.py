@@ -32,7 +32,7 @@ from .dtensor import is_sharded, own_part, to_local
 from .fsdp import has_forward, shard_fully, sharded_roots, whole_parameters
 from .mesh import Mesh
 from .mesh_sizes import MeshSizes
-from .world import World
+from .world import NOT_SENT_BY_GLOO, World
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
@@ -85,6 +85,9 @@ def replicate(model: nn.Module, config: ParallelConfig, world: World, *, gradien
         world: the ranks whose gradients are averaged.
         gradients_are_kept: whether other code may keep gradients from one update to the next, or assign their `data`:
             then they are tensors of their own, for one more copy, and not views of the buffers that DDP reduces.
+
+    Raises:
+        ConfigError: gloo does not send a buffer of this dtype.
     """
     trains = any(parameter.requires_grad for parameter in model.parameters())
     if world.size == 1 or config.strategy != "ddp" or not trains or is_sharded(model):
@@ -93,13 +96,23 @@ def replicate(model: nn.Module, config: ParallelConfig, world: World, *, gradien
         if buffer.is_contiguous() and not buffer.is_sparse:
             # A transposed dimension of size 1 has an unusual stride, with which DDP cannot broadcast a single buffer.
             buffer.data = buffer.data.reshape(-1).view(buffer.shape)
-    replicated = ReplicatedModule(
-        model,
-        process_group=world.group,
-        device_ids=[world.device] if world.device.type == "cuda" else None,
-        gradient_as_bucket_view=not gradients_are_kept,
-        find_unused_parameters=config.find_unused_parameters,
-    )
+    try:
+        replicated = ReplicatedModule(
+            model,
+            process_group=world.group,
+            device_ids=[world.device] if world.device.type == "cuda" else None,
+            gradient_as_bucket_view=not gradients_are_kept,
+            find_unused_parameters=config.find_unused_parameters,
+        )
+    except RuntimeError as error:
+        unsent = [(name, each.dtype) for name, each in model.named_buffers() if each.dtype in NOT_SENT_BY_GLOO]
+        if not unsent or "Invalid scalar type" not in str(error):
+            raise
+        name, dtype = unsent[0]
+        raise ConfigError(
+            f"parallel.strategy='ddp' broadcasts buffers, but gloo does not send {name!r} of dtype {dtype}: keep it in "
+            "another dtype, such as int32 or bfloat16, or use parallel.strategy='fsdp', which sends its bytes"
+        ) from error
     if world.size > 2:  # the sum of two is the same in any order
         rebuild_buckets(replicated)
     return replicated

@@ -29,6 +29,10 @@ T = TypeVar("T")
 TIMEOUT_S = 1800.0
 _GLOO_DRAIN_S = 0.05
 _BUCKET_BYTES = 25 * 2**20  # as in DDP
+NOT_SENT_BY_GLOO = {
+    torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
+    torch.int16, torch.uint16, torch.uint32, torch.uint64,
+}  # fmt: skip
 _group_numbers = itertools.count(1)
 _control_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 _other_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
@@ -286,7 +290,7 @@ class World:
     def broadcast_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Overwrite a tensor with rank 0's, in place, and return it."""
         if self.size > 1:
-            dist.broadcast(tensor, group_src=0, group=self.group)
+            dist.broadcast(_sendable(tensor), group_src=0, group=self.group)
         return tensor
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -295,7 +299,7 @@ class World:
             return
         for alike in _buckets(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-            dist.broadcast(flat, group_src=0, group=self.group)
+            dist.broadcast(_sendable(flat), group_src=0, group=self.group)
             if not self.is_main:
                 parts = flat.split([tensor.numel() for tensor in alike])  # type: ignore[no-untyped-call]
                 foreach_copy_(alike, [part.view_as(tensor) for part, tensor in zip(parts, alike, strict=True)])
@@ -391,6 +395,13 @@ class Rendezvous:
             timeout=self.timeout,
             device_id=self.device if self.device.type == "cuda" else None,
         )
+
+
+def _sendable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same memory in a dtype that every backend sends."""
+    return (
+        tensor.reshape(-1).view(torch.uint8) if tensor.dtype in NOT_SENT_BY_GLOO and tensor.is_contiguous() else tensor
+    )
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from headway.trainer import ParallelConfig, Session, World
+from headway.trainer import ConfigError, ParallelConfig, Session, World
 from headway.trainer.distributed.parallelize import replicate
 from tests.distributed import run_on_ranks
 from tests.tiny import Rows, TinyConfig, TinyTrainer, weights
@@ -56,6 +56,17 @@ def test_the_first_update_adds_as_all_others_do() -> None:
         assert len(first) == 8
         for gradients in others:
             assert all(map(torch.equal, first, gradients))
+
+
+def _with_a_buffer_that_gloo_lacks(world: World) -> None:
+    model = nn.Linear(2, 1)
+    model.register_buffer("codes", torch.zeros(3, dtype=torch.int16))
+    with pytest.raises(ConfigError, match="gloo does not send 'codes' of dtype torch.int16: keep it in another dtype"):
+        replicate(model, ParallelConfig(strategy="ddp"), world)
+
+
+def test_ddp_refuses_a_buffer_of_a_dtype_that_gloo_lacks() -> None:
+    run_on_ranks(_with_a_buffer_that_gloo_lacks, 2)
 
 
 class _Hooked(nn.Module):

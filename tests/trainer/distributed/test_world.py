@@ -71,6 +71,19 @@ class Late(TinyTrainer):
             time.sleep(1.5)
 
 
+def _broadcast_dtypes(world: World) -> list[list[float]]:
+    kinds = (torch.float8_e4m3fn, torch.int16, torch.uint32, torch.bool, torch.bfloat16, torch.complex64)
+    tensors = [torch.full(shape, 1 - world.rank).to(kind) for kind in kinds for shape in ((), (2,), (0,))]
+    one_by_one = [world.broadcast_tensor(each.clone()) for each in tensors]
+    world.broadcast_tensors(tensors)
+    return [each.flatten().to(torch.complex64).real.tolist() for each in [*one_by_one, *tensors]]
+
+
+def test_tensors_of_every_dtype_are_broadcast() -> None:
+    for found in run_on_ranks(_broadcast_dtypes, 2):
+        assert found == [[1.0], [1.0, 1.0], []] * 12
+
+
 def _waits_for_the_main_rank(world: World) -> tuple[int, str]:
     parallel = ParallelConfig(timeout=Duration(60, "seconds"), step_timeout=Duration(0.5, "seconds"))
     trainer = Late(TinyConfig(max_steps=5, parallel=parallel), world=world)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import os
+import pickle
+import shutil
+import tempfile
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, NoReturn, TypeAlias
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +19,7 @@ import torch
 
 from .arrow import NUMBERS, Rows, is_stackable, num_rows
 from .errors import DataError
-from .formats.base import RowSource, is_fetched_whole
+from .formats.base import RowSource, decodes_some_rows, is_fetched_whole
 from .formats.derived_columns import empty, expand_packed, expand_padded
 from .plan import Batch, Read
 from .row_groups import RowGroup
@@ -27,6 +32,11 @@ HELD_BYTES = 2**30
 _MIXED_TIMES, _MIXED_BYTES = 4, 32 * 2**20
 # A fragment is read so many times at most for each of its shards.
 _MOST_READS = 16
+# Rows are spilled to disk if a fragment is at most this part of what a rank may hold: several are in memory at a time.
+_SPILLED_FRAGMENT = 1 / 8
+# Rows that wait on disk take so much at most. The disk must have room for so many times as much as they take, because
+# a temporary file is removed only when its last row has been used. It ends with the rows that reach its size.
+_SPILLED_BYTES, _SPILL_ROOM, _SPILL_FILE_BYTES = 8 * 2**30, 3, 256 * 2**20
 
 Part: TypeAlias = tuple[Rows, int, int]
 """(columns, start, stop): some consecutive rows of these columns."""
@@ -43,16 +53,51 @@ def limit_reads(sources: Sequence[RowSource], *, shards: int, world_size: int) -
         shards: logical shards of all ranks.
         world_size: number of ranks.
     """
-    own = -(-shards // world_size)
-    held = [_held_rows(each, own) * each.row_bytes for each in sources]
-    most = min(max(_MIXED_TIMES * max(held), _MIXED_BYTES), HELD_BYTES)
+    most, own = _most_bytes(sources, shards=shards, world_size=world_size), -(-shards // world_size)
     limits: list[int | None] = [None] * len(sources)
-    if sum(held) > most:
+    if most is not None:
         for index, source in enumerate(sources):
             largest, rows = int(source.fragment_rows.max()), most // (own * len(sources) * source.row_bytes)
             limit = max(rows, -(-largest // _most_reads(source)))
             limits[index] = limit if limit < largest else None
     return limits
+
+
+def limit_rows_in_memory(sources: Sequence[RowSource], *, shards: int, world_size: int) -> list[int | None]:
+    """Return how many rows of a shard and source stay in memory while the others wait on disk; None for all.
+
+    Fragments that would take too much memory are then read once, instead of in parts. Sources that decode only the rows
+    of a part are read in parts.
+
+    Args:
+        sources: that are mixed; one without a mixture.
+        shards: logical shards of all ranks.
+        world_size: number of ranks.
+    """
+    most, own = _most_bytes(sources, shards=shards, world_size=world_size), -(-shards // world_size)
+    limits: list[int | None] = [None] * len(sources)
+    if most is not None:
+        spilled = 0
+        for index, source in enumerate(sources):
+            largest, rows = int(source.fragment_rows.max()), most // (own * len(sources) * source.row_bytes)
+            limit = max(rows, -(-largest // _MOST_READS))
+            fits = largest * source.row_bytes <= most * _SPILLED_FRAGMENT
+            # A shard that has few rows takes them all from one read.
+            saves_reads = limit < min(largest, source.rows // shards) and not decodes_some_rows(source.fragment(0))
+            if fits and saves_reads:
+                limits[index] = limit
+                spilled += _held_rows(source, own) * source.row_bytes
+        if spilled > _SPILLED_BYTES or (spilled and not _has_room(_SPILL_ROOM * spilled)):
+            return [None] * len(sources)
+    return limits
+
+
+def _most_bytes(sources: Sequence[RowSource], *, shards: int, world_size: int) -> int | None:
+    """Return how many bytes of rows a rank may hold; None if it would not hold more anyway."""
+    own = -(-shards // world_size)
+    held = [_held_rows(each, own) * each.row_bytes for each in sources]
+    most = min(max(_MIXED_TIMES * max(held), _MIXED_BYTES), HELD_BYTES)
+    return most if sum(held) > most else None
 
 
 def _held_rows(source: RowSource, own: int, limit: int | None = None) -> int:
@@ -69,7 +114,7 @@ def _most_reads(source: RowSource) -> int:
 def explain_large_fragments(sources: Sequence[RowSource], *, shards: int, world_size: int) -> str | None:
     """Return which fragment is too large to be shuffled in memory and what to do; None if all are small enough.
 
-    See `limit_reads` for what a rank holds.
+    See `limit_rows_in_memory` and `limit_reads` for what a rank holds.
 
     Args:
         sources: that are mixed; one without a mixture.
@@ -77,7 +122,14 @@ def explain_large_fragments(sources: Sequence[RowSource], *, shards: int, world_
         world_size: number of ranks.
     """
     own = -(-shards // world_size)
-    limits = limit_reads(sources, shards=shards, world_size=world_size)
+    limits = [
+        in_memory or limit
+        for in_memory, limit in zip(
+            limit_rows_in_memory(sources, shards=shards, world_size=world_size),
+            limit_reads(sources, shards=shards, world_size=world_size),
+            strict=True,
+        )
+    ]
     held = sum(_held_rows(each, own, limit) * each.row_bytes for each, limit in zip(sources, limits, strict=True))
     if held <= HELD_BYTES:
         return None
@@ -134,6 +186,95 @@ class GlobalBatch:
         )
 
 
+class SpillError(Exception):
+    """Rows cannot be kept in a temporary file, such as on a full disk."""
+
+
+def spill_folder() -> str | None:
+    """Return the folder of temporary files: TMPDIR, or else /var/tmp, which is on a disk where /tmp is in memory.
+
+    None if neither can be written.
+    """
+    folders = [each for each in (os.environ.get("TMPDIR"), "/var/tmp", "/tmp") if each]
+    return next((each for each in folders if os.access(each, os.W_OK | os.X_OK)), None)
+
+
+def _has_room(size_bytes: int) -> bool:
+    folder = spill_folder()
+    try:
+        return folder is not None and shutil.disk_usage(folder).free >= size_bytes
+    except OSError:
+        return False
+
+
+class _Spill:
+    """Writes rows to temporary files without names, which the system removes even if the process is killed."""
+
+    def __init__(self) -> None:
+        self._file = _SpillFile()
+
+    def put(self, pieces: Sequence[Rows]) -> list[_SpilledRows]:
+        """Write some pieces of rows, to be read one by one.
+
+        Raises:
+            SpillError: they cannot be written.
+        """
+        if self._file.size >= _SPILL_FILE_BYTES:
+            self._file = _SpillFile()
+        return self._file.append(pieces)
+
+
+class _SpillFile:
+    """A temporary file, which is closed, and so removed, when no piece of it is left."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        try:
+            self._file = tempfile.TemporaryFile(dir=spill_folder(), buffering=0)  # noqa: SIM115 (see `__del__`)
+        except OSError as error:
+            raise SpillError(str(error)) from error
+
+    def append(self, pieces: Sequence[Rows]) -> list[_SpilledRows]:
+        data = io.BytesIO()
+        ends = [0]
+        for each in pieces:
+            pickle.dump(each, data, protocol=5)
+            ends.append(data.tell())
+        left = data.getbuffer()
+        try:
+            while left:  # a disk that becomes full takes some bytes, and fails at the next
+                left = left[os.pwrite(self._file.fileno(), left, self.size + ends[-1] - len(left)) :]
+        except OSError as error:
+            raise SpillError(str(error)) from error
+        spilled = [_SpilledRows(self, self.size + start, end - start) for start, end in pairwise(ends)]
+        self.size += ends[-1]
+        return spilled
+
+    def read(self, offset: int, size: int) -> Rows:
+        try:
+            rows: Rows = pickle.loads(os.pread(self._file.fileno(), size, offset))
+        except (OSError, pickle.UnpicklingError) as error:
+            raise SpillError(str(error)) from error
+        return rows
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()
+
+
+class _SpilledRows(NamedTuple):
+    """Some rows in a temporary file."""
+
+    file: _SpillFile
+    offset: int
+    size: int
+
+    def read(self) -> Part:
+        """Return all of these rows."""
+        rows = self.file.read(self.offset, self.size)
+        return rows, 0, num_rows(rows)
+
+
 class ShardBuffers:
     """Rows that have been read but not used yet, in one buffer per logical shard.
 
@@ -143,6 +284,11 @@ class ShardBuffers:
         filler_row: returns one row, to fill a micro-batch of a rank that has not had any.
         same_types: refuse rows whose columns or types of numbers differ from those of the first ones.
         rows_are_batches: each row is a padded batch, and a micro-batch. Micro-batches have one row then.
+        in_memory: returns how many rows of a shard stay in memory while the others wait in a temporary file; None for
+            all.
+
+    Raises:
+        SpillError: from `batches`; rows cannot be kept in a temporary file.
     """
 
     def __init__(
@@ -153,12 +299,15 @@ class ShardBuffers:
         *,
         same_types: bool = False,
         rows_are_batches: bool = False,
+        in_memory: Callable[[int], int | None] = lambda shard: None,
     ) -> None:
         self._asked = asked
         self._chunks = chunks
         self._filler_row = filler_row
         self._arrived: Part = {}, 0, 0
-        self._buffers: defaultdict[int, deque[Part]] = defaultdict(deque)
+        self._buffers: defaultdict[int, deque[Part | _SpilledRows]] = defaultdict(deque)
+        self._in_memory = in_memory
+        self._spill: _Spill | None = None
         self._last: Rows | None = None
         self._same_types = same_types
         self._cut_all = _take_all if rows_are_batches else cut_all
@@ -226,7 +375,8 @@ class ShardBuffers:
         while rows:
             while not buffer:
                 self._receive()
-            columns, start, stop = buffer[0]
+            head = buffer[0]
+            columns, start, stop = head.read() if isinstance(head, _SpilledRows) else head
             taken = min(rows, stop - start)
             yield columns, start, start + taken
             if start + taken == stop:
@@ -244,9 +394,25 @@ class ShardBuffers:
                 self._arrive()
                 rows, at, end = self._arrived
                 taken = min(missing, end - at)
-                self._buffers[each.shard].append((rows, at, at + taken))
+                self._add(each.shard, rows, at, at + taken)
                 self._arrived = rows, at + taken, end
                 missing -= taken
+
+    def _add(self, shard: int, rows: Rows, start: int, stop: int) -> None:
+        """Add consecutive rows to a buffer. In parts, so that it need not hold all of what arrives together."""
+        buffer, most = self._buffers[shard], self._in_memory(shard)
+        if most is None:
+            buffer.append((rows, start, stop))
+            return
+        ends = [*range(start, stop, most), stop]
+        pieces = [{name: column[first:end] for name, column in rows.items()} for first, end in pairwise(ends)]
+        # Numbers are copied, so that the other rows need not be held. Objects may be parts of what has been read.
+        if not buffer and all(column.dtype != object for column in rows.values()):
+            copied = {name: column.copy() for name, column in pieces.pop(0).items()}
+            buffer.append((copied, 0, num_rows(copied)))
+        if pieces:
+            self._spill = self._spill or _Spill()
+            buffer.extend(self._spill.put(pieces))
 
     def _arrive(self) -> None:
         _, at, end = self._arrived

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections import deque
@@ -15,7 +16,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import torch
 
 from .arrow import Rows
-from .batching import GlobalBatch, ShardBuffers, limit_reads
+from .batching import GlobalBatch, ShardBuffers, SpillError, limit_reads, limit_rows_in_memory, spill_folder
 from .engines import read_with_ray, read_with_threads
 from .errors import DataError
 from .formats.base import RowSource
@@ -25,6 +26,8 @@ from .mixture_plan import MixturePlan
 from .plan import Batch, EpochPlan, Read, Tail, split_reads
 from .row_groups import ReadJob, read
 from .transforms import Transform
+
+logger = logging.getLogger("headway.datasets")
 
 # Small batches are made several at a time, which is cheaper.
 _MOST_AT_A_TIME = 16
@@ -68,6 +71,7 @@ class StreamSpec:
         readers: concurrent reading tasks.
         reader_cpus: CPUs of data nodes to reserve for each reading task on Ray.
         engine: what runs the reading tasks.
+        spills: rows may wait in temporary files, instead of being read again.
     """
 
     shard: ShardInfo
@@ -80,6 +84,7 @@ class StreamSpec:
     readers: int
     reader_cpus: float
     engine: Literal["ray", "threads"]
+    spills: bool = True
 
     def plan(self, epoch: int) -> EpochPlan | MixturePlan:
         """Return the order of one epoch. An evaluation reads each row of a mixture once, one source after the other."""
@@ -147,15 +152,25 @@ class StreamSpec:
     @cached_property
     def read_limits(self) -> list[int | None]:
         """Rows of a shard that a read of each of these sources returns at most; None for all that a fragment has."""
-        return limit_reads(self.mixed, shards=self.shards, world_size=self.shard.world_size)
+        limits = limit_reads(self.mixed, shards=self.shards, world_size=self.shard.world_size)
+        return [
+            limit if in_memory is None else None for limit, in_memory in zip(limits, self.rows_in_memory, strict=True)
+        ]
+
+    @cached_property
+    def rows_in_memory(self) -> list[int | None]:
+        """Rows of a shard and source that stay in memory while the others wait in a temporary file; None for all."""
+        if not self.spills:
+            return [None] * len(self.mixed)
+        return limit_rows_in_memory(self.mixed, shards=self.shards, world_size=self.shard.world_size)
 
     @property
     def ahead_rows(self) -> int:
         """Rows to read ahead: one read for each shard of the rank and source, which the start of an epoch needs."""
-        # An epoch starts with half of a limited read, on average.
+        # An epoch starts with half of a limited read, on average. Reads of rows that wait on disk are whole, and few.
         wave = sum(
-            int(each.fragment_rows.mean()) if limit is None else -(-limit // 2)
-            for each, limit in zip(self.mixed, self.read_limits, strict=True)
+            -(-(limit or (in_memory or 0) // 2) // 2) or int(each.fragment_rows.mean())
+            for each, limit, in_memory in zip(self.mixed, self.read_limits, self.rows_in_memory, strict=True)
         )
         wave *= -(-self.shards // self.shard.world_size)
         return min(wave, self.source.rows // self.shard.world_size, _BYTES_AHEAD // self.source.row_bytes)
@@ -223,8 +238,24 @@ class Prefetcher:
         return False
 
     def _items(self) -> Iterator[_Item]:
-        spec, shard = self._spec, self._spec.shard
-        epoch, offset = self.next_position
+        self._next_item = self.next_position
+        try:
+            yield from self._items_of(self._spec)
+            return
+        except SpillError as error:
+            logger.warning(
+                "rows that are needed later cannot be kept in %s (%s), so row groups are read again for each part of "
+                "their rows, which is slower. Free some of its disk, or set TMPDIR to a folder on another one",
+                spill_folder(),
+                error,
+            )
+        self._spec = replace(self._spec, spills=False)
+        yield from self._items_of(self._spec)
+
+    def _items_of(self, spec: StreamSpec) -> Iterator[_Item]:
+        """Yield the items from `_next_item` on, which it moves on."""
+        shard = spec.shard
+        epoch, offset = self._next_item
         asked: deque[Read] = deque()
 
         def epochs() -> Iterable[int]:
@@ -242,6 +273,7 @@ class Prefetcher:
                 *(asked, rows, spec.filler_row),
                 same_types=isinstance(spec.source, MixedSource),
                 rows_are_batches=rows_are_batches(spec.source),
+                in_memory=lambda shard: spec.rows_in_memory[shard // spec.shards],
             )
             for each in epochs():
                 place = offset if each == epoch else 0
@@ -259,8 +291,10 @@ class Prefetcher:
                         names.append(partial(spec.own_rows, each, place, batch.global_num_samples))
                         place += batch.global_num_samples
                     made = buffers.batches(some, names, pin_memory=cuda)
+                    self._next_item = each, place
                     yield (made, None) if copies is None else _copy_to_device(made, shard.device, copies)
                 buffers.clear()
+                self._next_item = each + 1, 0
                 yield None
 
 

@@ -82,6 +82,11 @@ def take(fragment: Fragment, rows: slice | npt.NDArray[np.int64]) -> Fragment:
     return taken
 
 
+def decodes_some_rows(fragment: Fragment) -> bool:
+    """Return whether a read of some rows of the fragment decodes no others."""
+    return hasattr(getattr(fragment, "fragment", fragment), "take")  # a mixture wraps the fragments of its sources
+
+
 def is_fetched_whole(fragment: Fragment) -> bool:
     """Return whether each read of some rows fetches all rows of the fragment from a remote storage."""
     inner = getattr(fragment, "fragment", fragment)  # a mixture wraps the fragments of its sources

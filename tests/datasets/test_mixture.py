@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -348,9 +350,13 @@ def test_the_fingerprint_follows_sources_and_weights(sources: Any) -> None:
     assert fewer.explain_change(first.fingerprint) is None
 
 
-@pytest.mark.parametrize(("group", "limited", "held"), [(8, False, 8), (64, True, 4)])
+@pytest.mark.parametrize(
+    ("group", "limited", "held"),
+    [(8, "", 8), (64, "read again", 4), (64, "on disk", 4)],
+    ids=["whole", "parts", "disk"],
+)
 def test_100_sources_hold_few_rows_of_each_for_each_shard_and_no_open_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: int, limited: bool, held: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: int, limited: str, held: int
 ) -> None:
     """Of 25,600 rows, a rank of four logical shards holds about one row group of each source, or a part of it."""
     made: list[ShardBuffers] = []
@@ -372,23 +378,101 @@ def test_100_sources_hold_few_rows_of_each_for_each_shard_and_no_open_file(
         whole = [batch.micro_batches[0]["id"].tolist() for batch in stream.epoch(0)]
         made.clear()
         monkeypatch.setattr(batching, "_MIXED_BYTES", 0)
+        monkeypatch.setattr(batching, "_SPILL_ROOM", 3 if limited == "on disk" else 2**60)
         stream.setup(shard_info(global_batch_size=64))
+        assert stream._opened is not None
+        assert any(stream._opened.rows_in_memory) == (limited == "on disk")
+        assert any(stream._opened.read_limits) == (limited == "read again")
     before, files, rows, seen = len(os.listdir("/proc/self/fd")), [], [], Counter[int]()
     for number, batch in enumerate(stream.epoch(0)):
         files.append(len(os.listdir("/proc/self/fd")) - before)
         if number % 10 == 5:
             parts = [part for some in list(made[0]._buffers.values()) for part in list(some)]
-            rows.append(sum(stop - start for _, start, stop in parts))
+            rows.append(sum(part[2] - part[1] for part in parts if isinstance(part[0], dict)))
         seen.update(batch.micro_batches[0]["id"].tolist())
         assert not whole or batch.micro_batches[0]["id"].tolist() == whole[number], "the order is the same"
     stream.close()
     assert len(seen) > 25_000
-    assert max(files) <= 4, "the reading threads open a file each, and close it"
+    assert max(files) <= 5, "the reading threads open a file each, and close it; one may have rows that wait"
     assert max(rows) <= 2 * 100 * 4 * held, "one of each, and those that arrive a little early"
 
 
+@pytest.fixture
+def spilled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Mixture, Path]:
+    """A mixture of text, ragged lists and numbers, of whose rows few stay in memory, and the folder of the others."""
+    sources: dict[str, Any] = {}
+    for number in range(8):
+        ids = range(512 * number, 512 * (number + 1))
+        text, ragged = [f"row {each}" for each in ids], [list(range(each % 3)) for each in ids]
+        path = write(tmp_path / f"{number}.parquet", ids, group=64, text=text, ragged=ragged)
+        sources[str(number)] = (Parquet(path), 1.0 + number)
+    monkeypatch.setattr(batching, "_MIXED_BYTES", 0)
+    monkeypatch.setattr(batching, "_MIXED_TIMES", 2)
+    (folder := tmp_path / "waiting").mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return Mixture(sources), folder
+
+
+def rows_of(steps: Any) -> list[Any]:
+    return [
+        (columns["id"].tolist(), columns["text"], [each.tolist() for each in columns["ragged"]])
+        for batch in steps
+        for columns in batch.micro_batches
+    ]
+
+
+def open_files(folder: Path) -> int:
+    found = 0
+    for each in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # reading threads open and close files meanwhile
+            found += os.readlink(f"/proc/self/fd/{each}").startswith(str(folder))
+    return found
+
+
+def test_rows_wait_on_disk_in_files_that_a_killed_process_leaves_no_trace_of(
+    engine: str, spilled: tuple[Mixture, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, folder = spilled
+    monkeypatch.setattr(batching, "_SPILL_FILE_BYTES", 20_000)
+    stream = Stream(data, engine=engine, tail="keep")  # type: ignore[arg-type]
+    stream.setup(shard_info())
+    assert stream._opened is not None
+    assert all(stream._opened.rows_in_memory)
+    seen, files = [], []
+    for epoch in range(2):
+        for batch in stream.epoch(epoch):
+            seen.append(batch)
+            files.append(open_files(folder))
+            assert os.listdir(folder) == [], "the files have no names"
+    stream.close()
+    assert 1 < max(files) < 20, "files whose rows have been used are removed"
+    assert open_files(folder) == 0
+    monkeypatch.setattr(batching, "HELD_BYTES", 2**40)
+    monkeypatch.setattr(batching, "_MIXED_TIMES", 1000)
+    assert rows_of(seen) == rows_of([*batches(data), *batches(data, epoch=1)])
+    assert open_files(folder) == 0
+
+
+def test_a_disk_that_becomes_full_makes_row_groups_be_read_again_and_changes_no_row(
+    spilled: tuple[Mixture, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A limit of the size of files makes the system refuse to write more, as a full disk does."""
+    data, folder = spilled
+    whole = rows_of(batches(data, offset=80))
+    assert caplog.messages == []
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        made = batches(data, offset=80)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert rows_of(made) == whole
+    (line,) = caplog.messages
+    assert line.startswith(f"rows that are needed later cannot be kept in {folder} ([Errno 27] File too large)")
+
+
 def test_rows_of_a_remote_storage_are_fetched_once_and_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Local files, and remote ones with a cache on a local disk, are read in parts instead."""
+    """Local files, and remote ones with a cache on a local disk, are read in parts instead, without room on disk."""
 
     def reads(path: str, **options: Any) -> int:
         stream = Stream(Mixture({str(number): (Parquet(path, **options), 1.0) for number in range(9)}), shards=4)
@@ -401,6 +485,8 @@ def test_rows_of_a_remote_storage_are_fetched_once_and_held(tmp_path: Path, monk
     fsspec.filesystem("memory").put(str(local), remote)
     whole = reads(str(local))
     monkeypatch.setattr(batching, "_MIXED_BYTES", 0)
+    assert reads(str(local)) == whole
+    monkeypatch.setattr(batching, "_SPILL_ROOM", 2**60)
     assert reads(remote) == whole
     assert reads(str(local)) > 2 * whole
     assert reads(remote, cache=Cache(tmp_path / "cache", max_bytes=2**20)) == reads(str(local))

@@ -123,6 +123,8 @@ def warm_process() -> Iterator[dict[str, str]]:
         command = [sys.executable, str(folder / "zygote.py"), str(server.fileno())]
         settings: Any = {"pass_fds": [server.fileno()], "stdin": subprocess.DEVNULL, "start_new_session": True}
         with subprocess.Popen(command, **settings) as process:
+            # Otherwise, if that process ended, workers would connect to this one, and wait for ever.
+            server.close()
             try:
                 found = filter(None, (str(folder), os.environ.get("PYTHONPATH")))
                 yield {"PYTHONPATH": os.pathsep.join(found), "HEADWAY_TESTS_ZYGOTE": f"{place}/warm"}

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import signal
+import socket
+import threading
 import time
+from pathlib import Path
 
 import numpy
 import pytest
 
+from tests.conftest import warm_process
 from tests.promises.test_a_hang_ends_by_itself import is_there
 
 
@@ -39,3 +45,29 @@ def test_workers_come_from_a_warm_process_and_have_nothing_random_in_common(ray_
         time.sleep(0.05)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(workers[1].tell.remote())
+
+
+def test_a_process_that_is_killed_while_it_asks_for_a_worker_harms_nothing() -> None:
+    with warm_process() as variables:
+        address = variables["HEADWAY_TESTS_ZYGOTE"]
+        for sent in (b"", b"\0\0\0\x20", b"\0\0\0\x20[["):
+            with socket.socket(socket.AF_UNIX) as killed:
+                killed.connect(address)
+                killed.sendall(sent)
+        text = json.dumps([["not_a_worker.py"], {}, "/"]).encode()
+        with socket.socket(socket.AF_UNIX) as asking:
+            asking.settimeout(60)
+            asking.connect(address)
+            asking.sendall(len(text).to_bytes(4, "big") + text)
+            assert asking.recv(1) == b"", "answered: this one has to start by itself"
+
+
+def test_without_the_warm_process_workers_are_told_at_once_to_start_by_themselves() -> None:
+    children = Path(f"/proc/self/task/{threading.get_native_id()}/children")
+    before = set(children.read_text().split())
+    with warm_process() as variables, socket.socket(socket.AF_UNIX) as asking:
+        (warm,) = set(children.read_text().split()) - before
+        os.kill(int(warm), signal.SIGKILL)
+        os.waitid(os.P_PID, int(warm), os.WEXITED | os.WNOWAIT)
+        with pytest.raises(ConnectionRefusedError):
+            asking.connect(variables["HEADWAY_TESTS_ZYGOTE"])

@@ -12,6 +12,7 @@ _WORKER = os.path.join("ray", "_private", "workers", "setup_worker.py")
 _DIRECT = os.path.join("ray", "_private", "workers", "default_worker.py")
 
 if os.environ.get("HEADWAY_TESTS_ZYGOTE") and len(sys.orig_argv) > 1 and sys.orig_argv[1].endswith((_WORKER, _DIRECT)):
+    import contextlib
     import ctypes
     import json
     import signal
@@ -21,11 +22,9 @@ if os.environ.get("HEADWAY_TESTS_ZYGOTE") and len(sys.orig_argv) > 1 and sys.ori
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as _socket:
-        try:
+        _answer = b""
+        with contextlib.suppress(OSError):
             _socket.connect(os.environ["HEADWAY_TESTS_ZYGOTE"])
-        except OSError:
-            _answer = b""
-        else:
             _text = json.dumps([sys.orig_argv[1:], dict(os.environ), os.getcwd()]).encode()
             socket.send_fds(_socket, [len(_text).to_bytes(4, "big")], [0, 1, 2])
             _socket.sendall(_text)

@@ -72,8 +72,14 @@ def serve(server: socket.socket) -> None:
             client, _ = server.accept()
         except TimeoutError:
             continue
+        # A process may be killed or stopped while it asks.
+        client.settimeout(30)
+        try:
+            message, files = receive(client)
+        except OSError:
+            client.close()
+            continue
         client.settimeout(None)
-        message, files = receive(client)
         asked = understood(message)
         if asked is not None:
             if asked.key not in warm:
@@ -86,7 +92,11 @@ def serve(server: socket.socket) -> None:
                     return
                 theirs.close()
                 warm[asked.key] = ours
-            send(warm[asked.key], asked.__dict__, [client.fileno(), *files])
+            try:
+                send(warm[asked.key], asked.__dict__, [client.fileno(), *files])
+            except OSError:
+                # It has ended. This worker starts as it does for users, and the next one gets another warm process.
+                warm.pop(asked.key).close()
         client.close()
         close(files)
 
@@ -131,28 +141,30 @@ def fork_workers(source: socket.socket, first: Asked) -> None:
     # are forked from this one; sitecustomize.py ends each with its raylet.
     os.environ["RAY_RAYLET_PID"] = str(os.getppid())
     warm_up(_IMPORTS if first.brings_headway else (*_IMPORTS, *_IMPORTS_OF_HEADWAY))
-    with contextlib.suppress(EOFError):
-        while True:
+    while True:
+        try:
             message, (client, *files) = receive(source)
-            if os.fork() == 0:
-                source.close()
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                os.setpgid(0, 0)
-                for number, file in enumerate(files):
-                    os.dup2(file, number)
-                close(files)
-                os.write(client, b"1")
-                # If the process that this one replaces is killed, this one must end, too.
-                fcntl.fcntl(client, fcntl.F_SETOWN, os.getpid())
-                fcntl.fcntl(client, fcntl.F_SETSIG, signal.SIGKILL)
-                fcntl.fcntl(client, fcntl.F_SETFL, fcntl.fcntl(client, fcntl.F_GETFL) | os.O_ASYNC)
-                asked = Asked(**message)
-                become(asked, installed)
-                random.seed()
-                numpy.random.seed()
-                runpy.run_path(asked.arguments[0], run_name="__main__")
-                return
-            close([client, *files])
+        except OSError:
+            return
+        if os.fork() == 0:
+            source.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setpgid(0, 0)
+            for number, file in enumerate(files):
+                os.dup2(file, number)
+            close(files)
+            os.write(client, b"1")
+            # If the process that this one replaces is killed, this one must end, too.
+            fcntl.fcntl(client, fcntl.F_SETOWN, os.getpid())
+            fcntl.fcntl(client, fcntl.F_SETSIG, signal.SIGKILL)
+            fcntl.fcntl(client, fcntl.F_SETFL, fcntl.fcntl(client, fcntl.F_GETFL) | os.O_ASYNC)
+            asked = Asked(**message)
+            become(asked, installed)
+            random.seed()
+            numpy.random.seed()
+            runpy.run_path(asked.arguments[0], run_name="__main__")
+            return
+        close([client, *files])
 
 
 def warm_up(names: tuple[str, ...]) -> None:
@@ -209,14 +221,21 @@ def receive(source: socket.socket) -> tuple[Any, list[int]]:
     """Receive a message from `send`.
 
     Raises:
-        EOFError: the connection was closed.
+        OSError: the connection was closed before the message was complete.
     """
     size, files, _, _ = socket.recv_fds(source, 4, 8)
     missing, text = int.from_bytes(size, "big"), b""
-    while len(text) < missing:
-        text += source.recv(missing - len(text))
-    if not size:
-        raise EOFError
+    try:
+        while len(text) < missing:
+            part = source.recv(missing - len(text))
+            if not part:
+                raise ConnectionError("closed within a message")
+            text += part
+        if not size:
+            raise ConnectionError("closed before a message")
+    except OSError:
+        close(files)
+        raise
     return json.loads(text), files
 
 

@@ -298,6 +298,9 @@ class World:
         if self.size == 1:
             return
         for alike in _buckets(tensors):
+            if len(alike) == 1 and alike[0].is_contiguous():
+                self.broadcast_tensor(alike[0])  # no copy of a large one
+                continue
             flat = torch.cat([tensor.reshape(-1) for tensor in alike])
             dist.broadcast(_sendable(flat), group_src=0, group=self.group)
             if not self.is_main:

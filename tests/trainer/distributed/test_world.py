@@ -84,6 +84,21 @@ def test_tensors_of_every_dtype_are_broadcast() -> None:
         assert found == [[1.0], [1.0, 1.0], []] * 12
 
 
+def _broadcast_a_large_tensor(world: World) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("a large tensor is copied")
+
+    large = torch.full((world_module._BUCKET_BYTES // 4 + 1,), float(world.rank))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "cat", fail)
+        world.broadcast_tensors([large])
+    assert not large.any()
+
+
+def test_a_large_tensor_is_broadcast_without_a_copy() -> None:
+    run_on_ranks(_broadcast_a_large_tensor, 2)
+
+
 def _waits_for_the_main_rank(world: World) -> tuple[int, str]:
     parallel = ParallelConfig(timeout=Duration(60, "seconds"), step_timeout=Duration(0.5, "seconds"))
     trainer = Late(TinyConfig(max_steps=5, parallel=parallel), world=world)

@@ -34,9 +34,14 @@ _MIXED_TIMES, _MIXED_BYTES = 4, 32 * 2**20
 _MOST_READS = 16
 # Rows are spilled to disk if a fragment is at most this part of what a rank may hold: several are in memory at a time.
 _SPILLED_FRAGMENT = 1 / 8
-# Rows that wait on disk take so much at most. The disk must have room for so many times as much as they take, because
-# a temporary file is removed only when its last row has been used. It ends with the rows that reach its size.
-_SPILLED_BYTES, _SPILL_ROOM, _SPILL_FILE_BYTES = 8 * 2**30, 3, 256 * 2**20
+# Rows that wait on disk take so much at most for each rank.
+_SPILLED_BYTES = 8 * 2**30
+# The disk must have room for so many times as much, because a temporary file is removed after its last row was used.
+_SPILL_ROOM = 3
+# A temporary file ends with the rows that reach this size.
+_SPILL_FILE_BYTES = 256 * 2**20
+# So many ranks are presumed to share a disk, at most.
+_RANKS_OF_A_DISK = 8
 
 Part: TypeAlias = tuple[Rows, int, int]
 """(columns, start, stop): some consecutive rows of these columns."""
@@ -87,7 +92,8 @@ def limit_rows_in_memory(sources: Sequence[RowSource], *, shards: int, world_siz
             if fits and saves_reads:
                 limits[index] = limit
                 spilled += _held_rows(source, own) * source.row_bytes
-        if spilled > _SPILLED_BYTES or (spilled and not _has_room(_SPILL_ROOM * spilled)):
+        room = _SPILL_ROOM * spilled * min(world_size, _RANKS_OF_A_DISK)
+        if spilled > _SPILLED_BYTES or (spilled and not _has_room(room)):
             return [None] * len(sources)
     return limits
 

@@ -471,6 +471,19 @@ def test_a_disk_that_becomes_full_makes_row_groups_be_read_again_and_changes_no_
     assert line.startswith(f"rows that are needed later cannot be kept in {folder} ([Errno 27] File too large)")
 
 
+def test_rows_wait_on_disk_where_it_has_room_for_the_rows_of_all_ranks(
+    spilled: tuple[Mixture, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    for has_room, world_size in [(True, 1), (True, 2), (False, 2)]:
+        monkeypatch.setattr(batching, "_has_room", lambda size, answer=has_room: asked.append(size) or answer)
+        stream = Stream(spilled[0], shards=8)
+        stream.setup(shard_info(world_size=world_size))
+        assert stream._opened is not None
+        assert all(stream._opened.rows_in_memory) == has_room
+    assert len(set(asked)) == 1
+
+
 def test_rows_of_a_remote_storage_are_fetched_once_and_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Local files, and remote ones with a cache on a local disk, are read in parts instead, without room on disk."""
 

@@ -9,9 +9,10 @@ DATA := data/stdlib
 RUN ?= gpt
 SCHEDULES ?= 200
 
-# More workers than two cores, because tests mostly wait.
+# More workers than two cores, because tests mostly wait. After ten failures, of which each may have waited ten minutes, they
+# are printed and the others left out.
 WORKERS ?= 3
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --durations=20
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --durations=20 --maxfail=10
 
 # Tests of trainer/ that need a GPU, apart from those that import Ray.
 GPU_TESTS := tests/gpu $(addprefix tests/trainer/,callbacks/test_throughput.py metrics/test_means.py \

@@ -484,12 +484,13 @@ class OptimizerStep:
         is_first = bool(self._not_yet_checked)
         before = _gradient_versions(self._optimizers) if is_first else None
         were_training = {name: model.training for name, model in self._models.items()} if is_first else {}
+        trained = _trained_modules(self._models, self._optimizers) if is_first else set()
         self._in_user_step = True
         with autocast(self._config.precision, self._world.device):
             outputs = self._steps.training_step(micro_batch, batch_idx)
         self._in_user_step = False
         if is_first and self._world.is_main:
-            _warn_of_evaluation_mode(self._models, were_training)
+            _warn_of_evaluation_mode(self._models, were_training, trained)
         if isinstance(outputs, torch.Tensor) or (outputs is None and self._config.max_skipped_losses):
             outputs = {"loss": outputs}
         if not self._called_backward:
@@ -834,7 +835,17 @@ def _check_loss(loss: Any) -> None:
         )
 
 
-def _warn_of_evaluation_mode(models: Mapping[str, nn.Module], were_training: Mapping[str, bool]) -> None:
+def _trained_modules(models: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]) -> set[nn.Module]:
+    """Return the modules of which an optimizer has a parameter, their own or of a part; not those of a teacher."""
+    held = {each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+    trained = {each for each in held if each.requires_grad}
+    modules = [module for model in models.values() for module in model.modules()]
+    return {module for module in modules if not trained.isdisjoint(module.parameters())}
+
+
+def _warn_of_evaluation_mode(
+    models: Mapping[str, nn.Module], were_training: Mapping[str, bool], trained: set[nn.Module]
+) -> None:
     if left := [name for name, model in models.items() if were_training[name] and not model.training]:
         warnings.warn(
             f"training_step left {', '.join(left)} in evaluation mode, without dropout and updates of running means: "
@@ -842,7 +853,7 @@ def _warn_of_evaluation_mode(models: Mapping[str, nn.Module], were_training: Map
             stacklevel=2,
         )
     for name, model in models.items():
-        if (path := _trains_in_evaluation_mode(unwrap(model))) is not None and name not in left:
+        if (path := _trains_in_evaluation_mode(unwrap(model), trained)) is not None and name not in left:
             path = f"{name}.{path}".rstrip(".")
             warnings.warn(
                 f"{path} is trained in evaluation mode, without dropout and updates of running means; from_pretrained "
@@ -857,14 +868,10 @@ _LAYERS_WITH_MODES = (
 )  # fmt: skip
 
 
-def _trains_in_evaluation_mode(model: nn.Module) -> str | None:
+def _trains_in_evaluation_mode(model: nn.Module, trained: set[nn.Module]) -> str | None:
     """Return the path of the outermost part in evaluation mode that is trained and has layers that then differ."""
     for path, module in model.named_modules():
-        if (
-            module.training
-            or isinstance(module, _LAYERS_WITH_MODES)
-            or not any(each.requires_grad for each in module.parameters())
-        ):
+        if module.training or module not in trained or isinstance(module, _LAYERS_WITH_MODES):
             continue
         if any(isinstance(each, _LAYERS_WITH_MODES) and getattr(each, "p", 1.0) > 0 for each in module.modules()):
             return str(path)

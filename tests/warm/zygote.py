@@ -5,7 +5,8 @@ brought Headway import it themselves, from there. What is forked is a process li
 by signals, and registered with Ray by itself.
 
 A process connects to a socket (sitecustomize.py), passes its arguments, environment and output, and waits for the end
-of the worker. There is one warm process per environment, because some variables are read when Ray is imported.
+of the worker. There is one warm process per environment, because some variables are read when Ray is imported. Each
+takes a quarter of a GB, so only those are kept that were used last.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 import numpy
 
 _IMPORTS = ("ray.train.torch", "ray.tune", "ray.data", "torch._dynamo", "ray.dashboard.modules.job.job_supervisor")
+_MOST_WARM = 6
 _IMPORTS_OF_HEADWAY = ("headway.orchestrator.train.worker", "headway.datasets.stream")
 # Variables that differ between workers, and are not read at import. RAY_JOB_ID is: Ray's core keeps it.
 _OF_ONE_WORKER = {
@@ -92,6 +94,10 @@ def serve(server: socket.socket) -> None:
                     return
                 theirs.close()
                 warm[asked.key] = ours
+            # The last one is the one that was used last.
+            warm[asked.key] = warm.pop(asked.key)
+            if len(warm) > _MOST_WARM:
+                warm.pop(next(iter(warm))).close()
             try:
                 send(warm[asked.key], asked.__dict__, [client.fileno(), *files])
             except OSError:
@@ -145,7 +151,7 @@ def fork_workers(source: socket.socket, first: Asked) -> None:
         try:
             message, (client, *files) = receive(source)
         except OSError:
-            return
+            break
         if os.fork() == 0:
             source.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -165,6 +171,10 @@ def fork_workers(source: socket.socket, first: Asked) -> None:
             runpy.run_path(asked.arguments[0], run_name="__main__")
             return
         close([client, *files])
+    # The parent of its workers, which the system removes when they end.
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
 
 
 def warm_up(names: tuple[str, ...]) -> None:

@@ -1,8 +1,8 @@
 """Calls Ray Train from the workers, in one thread of each rank: polls for preemption notices, and reports.
 
 `ray.train.get_preemption_info` and `ray.train.report` are barriers over all ranks, which take up to seconds. Here only
-these threads wait for one another, never a step. A call of the user's `report` on any rank would mix with theirs, and
-Ray's checkpoint is a pointer, in which the user's code would look for files of its own: so both are replaced for it.
+these threads wait for one another, never a step. A call of `report` by the user's code would mix with theirs, and Ray's
+checkpoint is a pointer, without the files that the user's code would look for: so both are replaced for it.
 """
 
 from __future__ import annotations

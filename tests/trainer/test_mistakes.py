@@ -398,7 +398,7 @@ class StepsInBackward(TinyTrainer):
 
 
 class SetsGradients(TinyTrainer):
-    """Gradients of the user's own, as those of PCGrad."""
+    """Gradients that the user's code computes, as PCGrad does."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         loss = F.cross_entropy(self.model(batch["x"]), batch["y"])

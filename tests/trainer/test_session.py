@@ -498,7 +498,7 @@ def _halves_on_ranks(world: World) -> dict[str, torch.Tensor]:
 
 
 def test_losses_of_parts_of_a_model_on_ranks_need_a_method_of_it() -> None:
-    """DDP waits for the gradients of all parameters; those of a forward pass around it are reduced before a step."""
+    """DDP waits for the gradients of all parameters; after a forward pass around it, they are reduced before a step."""
     first, second = run_on_ranks(_halves_on_ranks, 2)
     assert same(first, second)
     for name, value in _train_halves(SINGLE, around_ddp=False).items():

@@ -67,7 +67,7 @@ class GradientIsolation:
 
 
 def trained_in_parts(models: Iterable[ReplicatedModule], optimizers: Sequence[Optimizer]) -> list[ReplicatedModule]:
-    """Return the models whose parameters are divided among several optimizers, as those of an actor and its critic."""
+    """Return the models whose parameters are divided among several optimizers, as in an actor and its critic."""
     held = [set(_parameters(optimizer)) for optimizer in optimizers]
     return [model for model in models if sum(not own.isdisjoint(model.parameters()) for own in held) > 1]
 

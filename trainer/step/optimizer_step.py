@@ -836,7 +836,7 @@ def _check_loss(loss: Any) -> None:
 
 
 def _trained_modules(models: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]) -> set[nn.Module]:
-    """Return the modules of which an optimizer has a parameter, their own or of a part; not those of a teacher."""
+    """Return the modules with a parameter, or a part with one, that an optimizer has; a teacher has none."""
     held = {each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
     trained = {each for each in held if each.requires_grad}
     modules = [module for model in models.values() for module in model.modules()]

@@ -97,7 +97,7 @@ def test_a_report_in_the_code_of_a_trainer_is_refused(tmp_path: Path, monkeypatc
 
 
 class ReadsCheckpoint(TinyTrainer):
-    """Loads weights of its own from Ray's checkpoint, as a function for Ray Tune does."""
+    """Loads weights from Ray's checkpoint, as a function for Ray Tune does."""
 
     def configure_models(self) -> None:
         super().configure_models()

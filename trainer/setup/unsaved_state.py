@@ -48,34 +48,34 @@ class UnsavedState:
         """Warn if there are any; called before a checkpoint."""
         if self._has_warned or self._ctx.callbacks.have_own_state():
             return
+        if (problem := self._problem()) is not None:
+            self._has_warned = True
+            warnings.warn(problem, stacklevel=2)
+
+    def _problem(self) -> str | None:
+        """Return what no checkpoint has, and what to do about it; None if nothing is missing."""
         if modules := self._changed_modules():
-            self._has_warned = True
-            warnings.warn(
+            return (
                 f"self.{modules[0]} is a model that changes during the run, but no checkpoint has it, so that a "
-                "resumed run begins with another one: make it in configure_models(), and change its weights in place",
-                stacklevel=2,
+                "resumed run begins with another one: make it in configure_models(), and change its weights in place"
             )
-            return
         if names := self._kept_by_modules():
-            self._has_warned = True
-            warnings.warn(
+            return (
                 f"{names[0]} is a tensor that forward() hands on to the next one, but as a plain attribute it is in no "
-                "checkpoint, so that a resumed run begins without it: use register_buffer()",
-                stacklevel=2,
+                "checkpoint, so that a resumed run begins without it: use register_buffer()"
             )
-            return
         managed = {*self._ctx.models, *self._ctx.optimizers, *self._ctx.lr_stepping.schedulers}
         attributes = {name for name, value in vars(self._program).items() if _is_state(value)} - managed
         changed = {name for name, version in self._tensors().items() if self._versions.get(name, version) != version}
-        if names := sorted((attributes & self._handed_on) | changed):
-            self._has_warned = True
-            it = "them" if names[1:] else "it"
-            warnings.warn(
-                f"training_step hands {', '.join(f'self.{name}' for name in names)} on to the next one, but no "
-                f"checkpoint has {it}, so that a resumed run begins without {it}: return {it} from state_dict() of a "
-                "callback, see docs/checkpoints.md under Custom state",
-                stacklevel=2,
-            )
+        names = sorted((attributes & self._handed_on) | changed)
+        if not names:
+            return None
+        it = "them" if names[1:] else "it"
+        return (
+            f"training_step hands {', '.join(f'self.{name}' for name in names)} on to the next one, but no "
+            f"checkpoint has {it}, so that a resumed run begins without {it}: return {it} from state_dict() of a "
+            "callback, see docs/checkpoints.md under Custom state"
+        )
 
     def _changed_modules(self) -> list[str]:
         """Return the names of modules that no checkpoint has, and that have changed since the last call."""

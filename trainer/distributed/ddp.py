@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import StepError
@@ -147,3 +148,14 @@ def _of_module(name: str) -> Callable[..., Any]:
         return getattr(self.module, name)(*args)
 
     return call
+
+
+def frozen_when_wrapped(models: Iterable[nn.Module]) -> frozenset[torch.Tensor]:
+    """Return the parameters of replicated models whose gradients DDP never reduces: they were frozen then."""
+    unknown: set[torch.Tensor] = set()
+    for model in models:
+        if isinstance(model, ReplicatedModule):
+            unknown |= set(model.parameters()) - model.reduced
+        elif not any(each.requires_grad for each in model.parameters()):
+            unknown |= {each for each in model.parameters() if not isinstance(each, DTensor)}
+    return frozenset(unknown)

@@ -22,8 +22,9 @@ from ..errors import ConfigError, StepError
 from ..loop.context import RunContext
 from ..loop.steps import Steps
 from ..metrics.means import MeanMetrics
+from .gradients import zero_gradients
 from .oom import is_out_of_memory
-from .optimizer_step import OptimizerStep, zero_gradients
+from .optimizer_step import OptimizerStep
 
 
 class AutoMicrobatchStep(OptimizerStep):

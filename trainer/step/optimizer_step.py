@@ -9,22 +9,19 @@ the loss.
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..data.protocols import GlobalBatch
 from ..data.tree import map_tensors, move
-from ..distributed.ddp import ReplicatedModule
-from ..distributed.dtensor import unwrap
+from ..distributed.ddp import ReplicatedModule, frozen_when_wrapped
 from ..distributed.fsdp import (
     add_optimizer_advice,
     buffers_to_sync,
@@ -40,25 +37,25 @@ from ..errors import ConfigError, StepError
 from ..loop.context import RunContext
 from ..loop.steps import LossWeight, Steps
 from ..metrics.means import MeanMetrics
-from ..private_torch import can_skip, version_of
+from ..private_torch import can_skip
+from .first_update import FirstUpdateCheck
 from .gradients import (
-    check_equal_on_ranks,
-    check_unused_alike,
     clip_norm,
     clip_value,
     hook_advice,
     norm_groups,
-    report_shared,
-    report_unused,
+    parameters_with_gradient,
     scale_gradients,
     total_norm,
-    unused_names,
+    zero_gradients,
 )
+from .loss_weights import loss_weights, scales_of_mean
 from .multi_optimizer import GradientIsolation, calls_backward_repeatedly, trained_in_parts
 from .nonfinite import AsyncScalar, NonFiniteGuard, skipping
 from .nonfinite_report import NonFiniteReport
 from .optimizer_rng import OptimizerRng
 from .precision import autocast, loss_scaler, without_autocast
+from .skipped_losses import SkippedLosses
 
 HOST_READABLE = ("cpu",)
 """Device types whose numbers the host can read without synchronizing."""
@@ -121,17 +118,16 @@ class OptimizerStep:
         self._called_backward = self._is_applied = self._is_accumulating = self._has_accumulated = False
         self._rejection: str | None = None
         self._stepped: set[Optimizer] = set()
-        self._versions: dict[nn.Parameter, int | None] | None = None
-        self._skipped_losses = self._skipped_in_a_row = self._skipped_in_update = 0
+        self._skipped = SkippedLosses(ctx.world, ctx.config.max_skipped_losses, ctx.name)
         self._losses: list[tuple[int, torch.Tensor, LossWeight]] = []
-        self._not_yet_checked = set(self._optimizers)
+        self._first_update = FirstUpdateCheck(ctx)
         self._replicated = [model for model in self._models.values() if isinstance(model, ReplicatedModule)]
         if not ctx.config.parallel.find_unused_parameters and calls_backward_repeatedly(type(steps)):
             for model in trained_in_parts(self._replicated, self._optimizers):
                 model.leave_gradients()
         # Gradients of these are averaged by `_reduce_the_rest`, if they are unfrozen.
         self._unfrozen_later: frozenset[torch.Tensor] = (
-            _unknown_to_ddp(self._models.values()) if self._world.size > 1 else frozenset()
+            frozen_when_wrapped(self._models.values()) if self._world.size > 1 else frozenset()
         )
         self._sharded = {name: model for name, model in self._models.items() if sharded_roots(model)}
         self._units = units_of(self._sharded.values())
@@ -144,7 +140,11 @@ class OptimizerStep:
             reduce_unused(self._sharded.values())
         # Graphs are freed after each micro-batch; autograd would create their ends again for every parameter.
         self._graph_ends: list[GradientEdge] = [
-            get_gradient_edge(parameter) for parameter in _trainable(self._optimizers)
+            get_gradient_edge(p)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.requires_grad and not isinstance(p, DTensor)
         ]
         self._in_user_step = False
         every = (parameter for model in self._models.values() for parameter in model.parameters())
@@ -192,7 +192,7 @@ class OptimizerStep:
             with closing(self._each_micro_batch()) as each:
                 for micro_batch, _ in each:
                     self._in_user_step = True
-                    self._versions = _gradient_versions(self._optimizers) if self._not_yet_checked else None
+                    self._first_update.before_forward()
                     with autocast(self._config.precision, self._world.device):
                         yield micro_batch
                     self._in_user_step = False
@@ -213,13 +213,12 @@ class OptimizerStep:
                 "run.backward(loss) was called outside of `for micro_batch in run.accumulate(batch)`, which determines "
                 "the weight of the loss: move it into that loop"
             )
-        if self._versions is not None and _has_other_gradients(self._optimizers, self._versions):
+        if self._first_update.has_other_gradients():
             raise StepError(
                 "gradients were changed by loss.backward() or zero_grad() inside `for micro_batch in "
                 "run.accumulate(batch)`: remove these calls; run.backward(loss) adds up the gradients, and run.step() "
                 "clears them"
             )
-        self._versions = None
         self.backward(loss, retain_graph=retain_graph)
         before = self._returned.get("loss")
         self._returned = {"loss": loss.detach() if before is None else before + loss.detach()}
@@ -276,7 +275,7 @@ class OptimizerStep:
         self._batch, self._micro_batches = batch, batch.micro_batches
         if self._must_move and self._steps.overrides_loss_weight:
             self._micro_batches = [move(micro_batch, self._ctx.device) for micro_batch in self._micro_batches]
-        self._current_weights = self._loss_weights(batch, self._micro_batches)
+        self._current_weights = loss_weights(self._ctx, self._steps, batch, self._micro_batches)
         self._loss_scales_now = self._loss_scales(batch, self._current_weights)
 
     def _conclude(self) -> str | None:
@@ -304,7 +303,7 @@ class OptimizerStep:
     @property
     def _skips_update(self) -> bool:
         """Whether no micro-batch of the update had a loss."""
-        return 0 < self._skipped_in_update == len(self._micro_batches)
+        return 0 < self._skipped.in_update == len(self._micro_batches)
 
     @property
     def _may_have_overflowed(self) -> bool:
@@ -381,7 +380,7 @@ class OptimizerStep:
         if self._guard.needs_norm_now:
             counters["skipped_steps"] = float(self._guard.skipped)
         if self._config.max_skipped_losses:
-            counters["skipped_losses"] = float(self._skipped_losses)
+            counters["skipped_losses"] = float(self._skipped.total)
         if self._guard.retries:
             counters["retried_steps"] = float(self._guard.retried)
         return counters
@@ -392,13 +391,13 @@ class OptimizerStep:
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "is_scale_stuck": self._is_scale_stuck,
             "guard": self._guard.state_dict(),
-            "skipped_losses": self._skipped_losses,
+            "skipped_losses": self._skipped.total,
         }
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Restore them; a run that was not in float16 before starts with the initial scale."""
         self._guard.load_state_dict(state["guard"])
-        self._skipped_losses = state["skipped_losses"]
+        self._skipped.total = state["skipped_losses"]
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
             self._is_scale_stuck = state["is_scale_stuck"]
@@ -462,7 +461,7 @@ class OptimizerStep:
         self._stepped.clear()
         self._in_user_step = False
         self._outputs, self._losses, self._rejection, self._is_applied = [], [], None, False
-        self._skipped_in_update = 0
+        self._skipped.in_update = 0
 
     def _step_accumulated(self) -> None:
         """Step all optimizers, unless the user's steps have done so."""
@@ -481,20 +480,16 @@ class OptimizerStep:
             unit.reshard()
 
     def _forward_backward(self, micro_batch: Any, batch_idx: int) -> Mapping[str, Any]:
-        is_first = bool(self._not_yet_checked)
-        before = _gradient_versions(self._optimizers) if is_first else None
-        were_training = {name: model.training for name, model in self._models.items()} if is_first else {}
-        trained = _trained_modules(self._models, self._optimizers) if is_first else set()
+        self._first_update.before_forward()
         self._in_user_step = True
         with autocast(self._config.precision, self._world.device):
             outputs = self._steps.training_step(micro_batch, batch_idx)
         self._in_user_step = False
-        if is_first and self._world.is_main:
-            _warn_of_evaluation_mode(self._models, were_training, trained)
+        self._first_update.warn_of_evaluation_mode()
         if isinstance(outputs, torch.Tensor) or (outputs is None and self._config.max_skipped_losses):
             outputs = {"loss": outputs}
         if not self._called_backward:
-            if before is not None and _has_other_gradients(self._optimizers, before):
+            if self._first_update.has_other_gradients():
                 raise StepError(
                     f"training_step of {self._ctx.name} changed gradients by loss.backward() or zero_grad(): return "
                     "the loss and remove these calls, because Headway makes them; or call self.backward(loss) and "
@@ -512,7 +507,11 @@ class OptimizerStep:
                 )
             if self.gather_order is not None:
                 self.gather_order.stop()
-            if self._config.max_skipped_losses and self._agree_to_skip(outputs["loss"] is None):
+            if self._config.max_skipped_losses and self._skipped.agree_to_skip(outputs["loss"] is None):
+                for model in self._replicated:
+                    # DDP reduces no gradient of this forward pass.
+                    model.reduces_itself = False
+                self._reshard()  # as a backward pass does
                 return {}
             loss = self._backward(outputs["loss"])
             if len(outputs) == 1:
@@ -527,36 +526,6 @@ class OptimizerStep:
         # Without their graph, which would live, with what its functions keep, until the next update.
         return map_tensors(_detach, outputs)  # type: ignore[no-any-return]
 
-    def _agree_to_skip(self, skips: bool) -> bool:
-        """Return whether all ranks skip the current micro-batch, which has no loss. Every rank must call this.
-
-        Raises:
-            StepError: only some ranks do, or there have been too many in a row.
-        """
-        (num_skip,) = self._world.sum_ints(int(skips))
-        if not num_skip:
-            self._skipped_in_a_row = 0
-            return False
-        if num_skip < self._world.size:
-            raise StepError(
-                f"training_step of {self._ctx.name} returned no loss on {num_skip} of {self._world.size} ranks: skip a "
-                "micro-batch on all of them, or return a loss of zero that depends on the model, such as "
-                "0.0 * self.model(batch).sum()"
-            )
-        self._skipped_losses += 1
-        self._skipped_in_a_row += 1
-        self._skipped_in_update += 1
-        if self._skipped_in_a_row > (most := self._config.max_skipped_losses):
-            raise StepError(
-                f"training_step of {self._ctx.name} returned no loss for {self._skipped_in_a_row} micro-batches in a "
-                f"row (max_skipped_losses={most})"
-            )
-        for model in self._replicated:
-            # DDP reduces no gradient of this forward pass.
-            model.reduces_itself = False
-        self._reshard()  # as a backward pass does
-        return True
-
     def _backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> torch.Tensor:
         """Run backward, with the loss weighted so that the update's gradient is that of the mean over its samples.
 
@@ -564,7 +533,7 @@ class OptimizerStep:
             The loss as given, without its graph.
         """
         _check_loss(loss)
-        if self._sharded and self._not_yet_checked:
+        if self._sharded and self._first_update.is_due:
             check_functions(loss)
         scale, detached = self._loss_scale, loss.detach()
         self._losses.append((self._micro_batch, detached, scale))
@@ -588,17 +557,18 @@ class OptimizerStep:
         if self._replicated or self._unfrozen_later or self._whole:
             self._reduce_the_rest(optimizers)
         if self._scaler is not None:
-            scale_gradients([p.grad for p in _parameters_with_gradient(optimizers)], 1.0 / self._scaler.scale)
+            scale_gradients([p.grad for p in parameters_with_gradient(optimizers)], 1.0 / self._scaler.scale)
         self.stepping = optimizers
         self._callbacks.on_gradients_ready()
-        parameters = self._in_model_order(_parameters_with_gradient(optimizers))
+        parameters = self._in_model_order(parameters_with_gradient(optimizers))
         if not parameters:
             raise StepError(
                 "no parameter of the optimizer got a gradient: the loss does not depend on the model, or the optimizer "
                 f"has other parameters than the model{hook_advice(self._models)}"
             )
-        if self._not_yet_checked:
-            self._check_gradients(optimizers)
+        if self._first_update.is_due:
+            has_stepped = len(self._stepped) > 1
+            self._first_update.check_gradients(optimizers, self._replicated, has_stepped=has_stepped)
         norm = total_norm([p.grad for p in parameters])
         measured: float | torch.Tensor = norm
         arrival: AsyncScalar | None = None
@@ -625,6 +595,22 @@ class OptimizerStep:
             self.wait_for_snapshot()
             self.wait_for_snapshot = None
         rates = [_snapshot_rate(group.get("lr")) for optimizer in self._optimizers for group in optimizer.param_groups]
+        self._call_optimizers(optimizers, not_finite)
+        if not_finite is not None and arrival is not None and not math.isfinite(value := arrival.wait()):
+            return self._reject(optimizers, norm, value)
+        zero_gradients(optimizers)
+        for scheduler in self._schedulers:
+            if scheduler.optimizer in optimizers:
+                self._ctx.lr_stepping.step(scheduler)
+        self._is_applied = True
+        self.learning_rates = rates
+        # Equal on all ranks, so added once in each group of ranks that merge their metrics.
+        if self._loss_world.is_main:
+            self._metrics.add(norms)
+        return norm
+
+    def _call_optimizers(self, optimizers: Sequence[Optimizer], not_finite: torch.Tensor | None) -> None:
+        """Call `step` of each; with `not_finite`, a flag on the device, an optimizer changes nothing if it is 1."""
         before = self._in_user_step, self._is_accumulating
         self._in_user_step = self._is_accumulating = False
         for optimizer in optimizers:
@@ -640,18 +626,6 @@ class OptimizerStep:
                     add_optimizer_advice(error, optimizer)
                 raise
         self._in_user_step, self._is_accumulating = before
-        if not_finite is not None and arrival is not None and not math.isfinite(value := arrival.wait()):
-            return self._reject(optimizers, norm, value)
-        zero_gradients(optimizers)
-        for scheduler in self._schedulers:
-            if scheduler.optimizer in optimizers:
-                self._ctx.lr_stepping.step(scheduler)
-        self._is_applied = True
-        self.learning_rates = rates
-        # Equal on all ranks, so added once in each group of ranks that merge their metrics.
-        if self._loss_world.is_main:
-            self._metrics.add(norms)
-        return norm
 
     def _in_model_order(self, parameters: list[Any]) -> list[Any]:
         """Sort parameters as the models do, so that their norm adds as in `clip_grad_norm_(model.parameters())`.
@@ -684,7 +658,7 @@ class OptimizerStep:
         rest = {p for model in self._replicated if twice or not model.reduces_itself for p in model.parameters()}
         rest = rest | self._unfrozen_later | self._whole
         if rest:
-            self._loss_world.all_reduce_mean([p.grad for p in _parameters_with_gradient(optimizers) if p in rest])
+            self._loss_world.all_reduce_mean([p.grad for p in parameters_with_gradient(optimizers) if p in rest])
 
     def _reject(self, optimizers: Sequence[Optimizer], norm: torch.Tensor, value: float) -> torch.Tensor:
         """Reject the update because of a non-finite gradient: clear the gradients and record why."""
@@ -708,113 +682,15 @@ class OptimizerStep:
     def _nonfinite_report(self) -> NonFiniteReport:
         return NonFiniteReport(self._world, self._models, self._batch, self._losses)
 
-    def _check_gradients(self, optimizers: Sequence[Optimizer]) -> None:
-        """Report, once, the parameters without a gradient in the first update of their optimizer."""
-        first = self._not_yet_checked.intersection(optimizers)
-        self._not_yet_checked -= first
-        forgotten = {
-            p for o in first for group in o.param_groups for p in group["params"] if p.requires_grad and p.grad is None
-        }
-        report_unused(self._models, forgotten, is_main=self._world.is_main)
-        replicated = {p for each in self._replicated for p in each.reduced}
-        check_equal_on_ranks(self._models, replicated, self._loss_world, has_stepped=len(self._stepped) > 1)
-        if self._sharded and not self._config.parallel.find_unused_parameters:
-            names = unused_names(self._sharded, forgotten)
-            check_unused_alike(self._loss_world.all_gather_object(names))
-            # Parameters that all ranks use now may be skipped by some later. With several optimizers, each would get a
-            # gradient of zero from the losses of the others.
-            if not names and len(self._optimizers) == 1:
-                reduce_unused(self._sharded.values())
-        if len(optimizers) > 1 and self._world.is_main:
-            # All step after the backward pass, unless the user's step steps them one by one.
-            report_shared(self._models, optimizers)
-
-    def _loss_weights(self, batch: GlobalBatch, micro_batches: Sequence[Any]) -> Sequence[LossWeight]:
-        if not self._steps.overrides_loss_weight:
-            return batch.num_samples
-        weights: list[LossWeight] = []
-        for micro_batch, counts in zip(micro_batches, batch.num_samples, strict=True):
-            with self._ctx.divided_sequences(self._steps, micro_batch):
-                weight = self._steps.loss_weight(micro_batch) if counts else 0.0
-            if isinstance(weight, (int, float)) and not 0 <= weight < math.inf:
-                raise StepError(f"loss_weight of {self._ctx.name} returned {weight}; it must be >= 0")
-            weights.append(weight)
-        return weights
-
     def _loss_scales(self, batch: GlobalBatch, weights: Sequence[LossWeight]) -> Sequence[LossWeight]:
+        """Return the factors by which the losses of this rank's micro-batches are multiplied."""
+        if self._steps.overrides_loss_weight:
+            return scales_of_mean(weights, self._loss_world, self._ctx.device)
         # A number of rows is that of all ranks that work on these rows.
-        world = self._loss_world if self._steps.overrides_loss_weight else self._ctx.mesh.data
-        size = world.size
-        if not self._steps.overrides_loss_weight and batch.global_num_samples is not None:
-            return [weight * size / batch.global_num_samples for weight in weights]
-        own: LossWeight = sum(weights, start=0.0)
-        if size == 1 and not isinstance(own, torch.Tensor):
-            return [weight / own if own else 0.0 for weight in weights]
-        # float64 counts any number of tokens exactly. No value is read back and no copy blocks, since the device may
-        # be far behind.
-        device = self._ctx.device
-        if isinstance(own, torch.Tensor):
-            total = own.to(device, torch.float64, non_blocking=True, copy=True)
-        else:
-            total = torch.full((), own, dtype=torch.float64, device=device)
-        world.all_reduce_sum(total)
-        factor = (size / total.clamp(min=1e-12)).float()
-        return [weight * factor for weight in weights]
-
-
-def _parameters_with_gradient(optimizers: Sequence[Optimizer]) -> list[Any]:
-    return [
-        p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-    ]
-
-
-def _unknown_to_ddp(models: Iterable[nn.Module]) -> frozenset[torch.Tensor]:
-    """Return the parameters of replicated models whose gradients DDP never reduces, because they were frozen."""
-    unknown: set[torch.Tensor] = set()
-    for model in models:
-        if isinstance(model, ReplicatedModule):
-            unknown |= set(model.parameters()) - model.reduced
-        elif not any(each.requires_grad for each in model.parameters()):
-            unknown |= {each for each in model.parameters() if not isinstance(each, DTensor)}
-    return frozenset(unknown)
-
-
-def _trainable(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
-    return [
-        p
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p.requires_grad and not isinstance(p, DTensor)
-    ]
-
-
-def zero_gradients(optimizers: Sequence[Optimizer]) -> None:
-    """Clear the gradients of all parameters of these optimizers."""
-    for optimizer in optimizers:
-        if getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
-            optimizer.zero_grad(set_to_none=True)
-            continue
-        # The same as Optimizer.zero_grad, without its profiler record, which takes 20 microseconds.
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = None
-
-
-def _gradient_versions(optimizers: Sequence[Optimizer]) -> dict[nn.Parameter, int | None]:
-    """Return the version of each parameter's gradient, which changes when it is modified; None without a gradient."""
-    return {
-        p: None if p.grad is None else version_of(p.grad)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
-
-
-def _has_other_gradients(optimizers: Sequence[Optimizer], before: Mapping[nn.Parameter, int | None]) -> bool:
-    """Whether gradients have changed. Parameters that were added since are not compared."""
-    now = _gradient_versions(optimizers)
-    return any(now.get(parameter, version) != version for parameter, version in before.items())
+        world = self._ctx.mesh.data
+        if batch.global_num_samples is not None:
+            return [weight * world.size / batch.global_num_samples for weight in weights]
+        return scales_of_mean(weights, world, self._ctx.device)
 
 
 def _detach(tensor: torch.Tensor) -> torch.Tensor:
@@ -833,49 +709,6 @@ def _check_loss(loss: Any) -> None:
             "detached, or converted to a number with .item()? A step that runs backward itself calls "
             "self.backward(loss)"
         )
-
-
-def _trained_modules(models: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]) -> set[nn.Module]:
-    """Return the modules with a parameter, or a part with one, that an optimizer has; a teacher has none."""
-    held = {each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
-    trained = {each for each in held if each.requires_grad}
-    modules = [module for model in models.values() for module in model.modules()]
-    return {module for module in modules if not trained.isdisjoint(module.parameters())}
-
-
-def _warn_of_evaluation_mode(
-    models: Mapping[str, nn.Module], were_training: Mapping[str, bool], trained: set[nn.Module]
-) -> None:
-    if left := [name for name, model in models.items() if were_training[name] and not model.training]:
-        warnings.warn(
-            f"training_step left {', '.join(left)} in evaluation mode, without dropout and updates of running means: "
-            f"call self.{left[0]}.train() at its end, unless that is what you want",
-            stacklevel=2,
-        )
-    for name, model in models.items():
-        if (path := _trains_in_evaluation_mode(unwrap(model), trained)) is not None and name not in left:
-            path = f"{name}.{path}".rstrip(".")
-            warnings.warn(
-                f"{path} is trained in evaluation mode, without dropout and updates of running means; from_pretrained "
-                "returns models so. Call its train() in configure_models(), unless that is what you want",
-                stacklevel=2,
-            )
-
-
-_LAYERS_WITH_MODES = (
-    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.BatchNorm1d, nn.BatchNorm2d,
-    nn.BatchNorm3d, nn.SyncBatchNorm,
-)  # fmt: skip
-
-
-def _trains_in_evaluation_mode(model: nn.Module, trained: set[nn.Module]) -> str | None:
-    """Return the path of the outermost part in evaluation mode that is trained and has layers that then differ."""
-    for path, module in model.named_modules():
-        if module.training or module not in trained or isinstance(module, _LAYERS_WITH_MODES):
-            continue
-        if any(isinstance(each, _LAYERS_WITH_MODES) and getattr(each, "p", 1.0) > 0 for each in module.modules()):
-            return str(path)
-    return None
 
 
 def _describe(value: Any) -> str:

@@ -42,7 +42,7 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
     The course of a run, with its hooks:
 
         fit()
-        ├─ setup (setup/build.py)                                                     on_setup_start
+        ├─ setup (setup/models.py)                                                    on_setup_start
         │  ├─ configure_models, on the meta device; freeze, float8                    on_models_configured
         │  ├─ checkpoint, compile, shard; materialize; init_weights; replicate (distributed/parallelize.py)
         │  ├─ configure_dataloaders, which determines `total_steps`

@@ -31,10 +31,13 @@ from ..metrics.history import History
 from ..ownership.claim import Ownership, is_claimed_by_driver
 from ..ownership.run_dir import claim_run_dir
 from ..result import Status
-from ..setup import build
 from ..setup.compile_cache import CompileCache
+from ..setup.data import check_same_data, open_data, open_sets
 from ..setup.dry_run import Estimate, estimate_of
 from ..setup.float8 import check_float8, convert_to_float8
+from ..setup.models import make_models, parallelize_models, rejoin_process_group
+from ..setup.optimizers import make_optimizers
+from ..setup.program import Program
 from ..setup.rank_consistency import check_agreement
 from ..setup.trainable import TrainableCheck
 from ..setup.unsaved_state import UnsavedState
@@ -73,7 +76,7 @@ class Engine:
 
     def __init__(
         self,
-        program: build.Program,
+        program: Program,
         config: TrainerConfig,
         *,
         owner: object,
@@ -246,20 +249,20 @@ class Engine:
         # The same seed on all ranks while weights are drawn; different ones afterwards.
         seed_everything(config.seed, rank="common")
         with self.setup_times.phase("configure"):
-            with_values = build.make_models(program, ctx, numerics)
+            with_values = make_models(program, ctx, numerics)
             if config.float8:
                 convert_to_float8(self.models)
-        build.parallelize_models(program, ctx, numerics, with_values=with_values)
+        parallelize_models(program, ctx, numerics, with_values=with_values)
         # Before the optimizers: schedules may need the number of steps of the whole run.
         with self.setup_times.phase("open_data"):
             self.open_data(ctx)
-            build.check_same_data(self.world, self.streams)
+            check_same_data(self.world, self.streams)
             assert self.data is not None
             assert self._length is not None
             if self.data.guarantee != "exact":
                 self._length.steps_on_ranks = self.world.all_gather_object(self.data.steps_in_epoch(0))
         with self.setup_times.phase("optimizers"):
-            build.make_optimizers(program, ctx, evaluates=bool(self.validation), total_steps=self._length.total_steps)
+            make_optimizers(program, ctx, evaluates=bool(self.validation), total_steps=self._length.total_steps)
         metrics = EvaluationMetrics(program.configure_metrics(), mesh.loss)
         numerics.check_metrics(metrics)
         self.metrics = metrics
@@ -288,7 +291,7 @@ class Engine:
             # An earlier setup failed.
             self.world.rejoin()
         elif self.world.has_ended:
-            self.loop.rejoin_process_group(lambda: build.rejoin_process_group(self.program, self.context))
+            self.loop.rejoin_process_group(lambda: rejoin_process_group(self.program, self.context))
 
     def _claim_run_dir(self) -> None:
         if self.run_dir is None or is_claimed_by_driver(self.run_dir):
@@ -328,11 +331,11 @@ class Engine:
         self.check_config()
         ctx = self._make_context(Mesh.without_groups(self.world, self.config.parallel))
         try:
-            build.make_models(self.program, ctx, self.numerics, shapes_only=True)
+            make_models(self.program, ctx, self.numerics, shapes_only=True)
             self.open_data(ctx)
             unknown = ""
             try:
-                build.make_optimizers(self.program, ctx, evaluates=bool(self.validation), total_steps=self.total_steps)
+                make_optimizers(self.program, ctx, evaluates=bool(self.validation), total_steps=self.total_steps)
             except HeadwayError:
                 raise
             except Exception as error:
@@ -397,13 +400,13 @@ class Engine:
     def open_data(self, ctx: RunContext) -> None:
         """Open training and validation data on this rank."""
         reading = ctx if self._data_world is None else replace(ctx, mesh=replace(ctx.mesh, data=self._data_world))
-        self.data, self.validation = build.open_data(self.program, reading, self.numerics)
+        self.data, self.validation = open_data(self.program, reading, self.numerics)
         self._length = RunLength(self.config, self.progress, self.data)
         check_data(self.config, self.data, self.validation)
 
     def open_sets(self, data: Any) -> dict[str, BatchStream]:
         """Open other validation data than the run's, for an evaluation."""
-        return build.open_sets(self.context, self.numerics, data, in_use=self.streams)
+        return open_sets(self.context, self.numerics, data, in_use=self.streams)
 
     def _make_context(self, mesh: Mesh) -> RunContext:
         given = (*_as_list(self.program.configure_callbacks(), "configure_callbacks()"), *self._given_callbacks)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from ..distributed.dtensor import unwrap
 from ..errors import ConfigError, StepError
 from ..loop.context import RunContext
-from .build import Program
+from .program import Program
 
 
 class TrainableCheck:

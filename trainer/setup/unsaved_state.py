@@ -16,7 +16,7 @@ from torch import nn
 from ..distributed.dtensor import unwrap
 from ..loop.context import RunContext
 from ..private_torch import version_of
-from .build import Program
+from .program import Program
 
 
 class UnsavedState:

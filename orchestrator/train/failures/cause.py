@@ -26,7 +26,9 @@ _PHASES = {
     "trainer.fit": "between two steps",  # calls the loop, also a custom one of the user's
     "session.__enter__": "setting up",
     "session.restore": "saving or restoring",
-    "setup.build": "setting up",
+    "setup.models": "setting up",
+    "setup.optimizers": "setting up",
+    "setup.data": "setting up",
     "distributed.parallelize": "setting up",
     "setup.weight_init": "setting up",
     "loop.run_state": "saving or restoring",

@@ -1,0 +1,365 @@
+"""Creates the models, and shards or replicates them."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..checkpoints.rng import seed_everything
+from ..config import as_plain
+from ..distributed import parallelize
+from ..distributed.dtensor import is_sharded
+from ..distributed.fsdp import gather_in_methods
+from ..distributed.parallelize import named_tensors
+from ..distributed.tensor_parallel import divide_layers
+from ..errors import ConfigError, HeadwayError
+from ..exact.numerics import Numerics
+from ..loop.context import RunContext
+from ..loop.run_state import versions
+from ..loop.timing import Activity, Phase
+from . import weight_init
+from .freezing import call_own_train, freeze
+from .program import Program, collect, public_attributes
+from .rank_consistency import check_agreement, check_weights, code_digests, shapes
+from .value_tracking import ValueTracker
+
+_STEP_PHASES: tuple[Phase, ...] = ("forward", "evaluation", "around an evaluation")
+"""The phases in which every rank calls the model."""
+
+
+def make_models(program: Program, ctx: RunContext, numerics: Numerics, *, shapes_only: bool = False) -> bool:
+    """Create the models and freeze parameters. Every rank must call this, unless `shapes_only`.
+
+    They are created on the meta device, without memory. If `init_weights` is not overridden and would lose values that
+    the user's code gives to them, or if that code does not run there, they are created again with their values. If they
+    are to be sharded, only the main rank keeps values; the others need not create them where code runs on the meta
+    device, and take turns where it does not, so that a machine has room for one model besides that of the main rank.
+
+    Args:
+        program: gets the models as attributes.
+        ctx: gets the models.
+        numerics: ordinary or exact arithmetic.
+        shapes_only: leaves the models on the meta device if possible, also without their values.
+
+    Returns:
+        Whether the models have values, or will get them from the main rank.
+
+    Raises:
+        ConfigError: there is no model, one is in a private attribute, two models share a weight, or the config does not
+            fit.
+    """
+    before = dict(vars(program))
+    obstacle = _make_on_meta(program, ctx, shapes_only=shapes_only)
+    shards = not shapes_only and ctx.mesh.divides_weights
+
+    def make_with_values() -> None:
+        vars(program).clear()
+        vars(program).update(before)
+        # The attempt on the meta device may have drawn random numbers.
+        seed_everything(ctx.config.seed, rank="common")
+        with weight_init.UnsetTensors() as unset:
+            _collect_models(program, ctx, program.configure_models())
+            ctx.callbacks.on_models_configured()
+        if program.overrides_init_weights:
+            with torch.no_grad():
+                program.init_weights()
+        unset.initialize({name: getattr(program, name) for name in ctx.models})
+
+    if shards:
+        # Before the ranks take turns.
+        check_agreement(ctx.world, {"models created": obstacle.kind if obstacle else "on meta"})
+    if obstacle is not None:
+        if not shards:
+            make_with_values()
+        elif not obstacle.runs_on_meta:
+            for turn in range(max(ctx.world.all_gather_object(ctx.world.local_rank)) + 1):
+                if turn == ctx.world.local_rank:
+                    make_with_values()
+                    if not ctx.world.is_main:
+                        parallelize.drop_values({name: getattr(program, name) for name in ctx.models})
+                ctx.world.barrier()
+        elif ctx.world.is_main:
+            make_with_values()
+        if not shapes_only:
+            ctx.print(_why_with_values(ctx.models, obstacle.why, shards=shards))
+    # A callback may have replaced a model.
+    ctx.models.update({name: getattr(program, name) for name in ctx.models})
+    call_own_train(ctx.models)
+    freeze(ctx.models, ctx.config.freeze)
+    parallelize.check_modules(ctx.models, ctx.config.parallel, ctx.world)
+    numerics.check_models(ctx.models)
+    _check_listed_models(program, ctx.models)
+    if ctx.world.is_main:
+        _warn_of_hidden_modules(ctx.models)
+    return obstacle is not None
+
+
+def _make_on_meta(program: Program, ctx: RunContext, *, shapes_only: bool) -> _Obstacle | None:
+    """Create the models on the meta device; return why that is not enough, or None."""
+    tracker = ValueTracker()
+    with warnings.catch_warnings(record=True) as raised:
+        try:
+            with torch.device("meta"), tracker:
+                returned = program.configure_models()
+        except Exception as error:
+            return _Obstacle(_reason(error, "configure_models()"))
+    _collect_models(program, ctx, returned)
+    with warnings.catch_warnings(record=True) as also_raised:
+        try:
+            with torch.device("meta"), tracker:
+                ctx.callbacks.on_models_configured()
+        except Exception as error:
+            if "meta" not in str(error):
+                raise
+            return _Obstacle(_reason(error, "on_models_configured()"))
+    models = {name: getattr(program, name) for name in ctx.models}
+    has_values = {name for name, tensor in named_tensors(models) if not tensor.is_meta}
+    on_meta = {name for name, tensor in named_tensors(models) if tensor.is_meta}
+    if has_values and on_meta:
+        return _Obstacle(f"{_first(sorted(has_values))} came with values")
+    if on_meta and not shapes_only:
+        if (writer := tracker.elsewhere(models)) is not None:
+            return _Obstacle(f"{writer.place} makes a tensor that is neither a parameter nor a buffer")
+        if tracker.loaded is not None:
+            return _Obstacle(f"{tracker.loaded.place} loads values", runs_on_meta=True)
+        if not program.overrides_init_weights:
+            try:
+                lost = tracker.lost(models)
+            except Exception as error:
+                return _Obstacle(_reason(error, "reset_parameters()"), runs_on_meta=True)
+            if lost:
+                why = f"{next(iter(lost.values())).place} gives values to {_first(list(lost))}"
+                return _Obstacle(why, runs_on_meta=True)
+    for each in (*raised, *also_raised):
+        warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)
+    return None
+
+
+class _Obstacle(NamedTuple):
+    """Why models cannot be created without values.
+
+    Attributes:
+        why: for the user.
+        runs_on_meta: whether models on the meta device are complete apart from their values.
+    """
+
+    why: str
+    runs_on_meta: bool = False
+
+    @property
+    def kind(self) -> str:
+        return "with values" if self.runs_on_meta else "with values, on every rank"
+
+
+def _reason(error: Exception, where: str) -> str:
+    """Return why something does not run on the meta device."""
+    if isinstance(error, HeadwayError):
+        raise error
+    text = str(error).strip().partition("\n")[0]
+    return f"{where} does not run on the meta device ({type(error).__name__}: {text:.120})"
+
+
+def _why_with_values(models: Mapping[str, nn.Module], why: str, *, shards: bool) -> str:
+    size = sum(tensor.nbytes for _, tensor in named_tensors(models))
+    what = "the model is" if len(models) == 1 else "the models are"
+    where = "the main rank" if shards else "every rank"
+    return (
+        f"{what} created with values, {size / 2**20:,.1f} MiB on {where}, because {why}. If init_weights() of the "
+        "trainer sets the values, nothing is allocated before sharding"
+    )
+
+
+def _first(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if names[1:] else "")
+
+
+def _collect_models(program: Program, ctx: RunContext, returned: Any) -> None:
+    collect(program, returned, "configure_models", {"model": nn.Module})
+    models = _without_submodules(
+        {name: each for name, each in public_attributes(program, nn.Module).items() if _has_state(each)}
+    )
+    _check_private_models(program, models, ctx.name)
+    if not models:
+        raise ConfigError(
+            f"configure_models() of {ctx.name} made no module with parameters: set self.model = ..., or return it; "
+            "modules in a list belong to a model only if it is a torch.nn.ModuleList"
+        )
+    for name, model in models.items():
+        _check_modes(name, model)
+    ctx.models.clear()
+    ctx.models.update(models)
+
+
+def _without_submodules(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Drop models that are submodules of another, such as an encoder in a second attribute."""
+    born = {name: {id(each): path for path, each in named_tensors({name: model})} for name, model in models.items()}
+    parts = {
+        name
+        for name, model in models.items()
+        for other in models.values()
+        if other is not model and any(each is model for each in other.modules())
+    }
+    whole = {name: model for name, model in models.items() if name not in parts}
+    for (one, first), (other, second) in itertools.combinations(whole.items(), 2):
+        shared = born[one].keys() & born[other].keys()
+        if shared and first is not second and parallelize.on_meta(first) and parallelize.on_meta(second):
+            raise ConfigError(
+                f"{one} and {other} share {born[one][min(shared, key=list(born[one]).index)]}, but each is created "
+                "and sharded separately: make them submodules of one module, such as an nn.ModuleDict, and set that as "
+                "the attribute"
+            )
+    return whole
+
+
+def _has_state(module: nn.Module) -> bool:
+    """Return whether a module has parameters or buffers; a loss function usually has none."""
+    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+
+
+def _check_private_models(program: object, models: Mapping[str, nn.Module], owner: str) -> None:
+    """Raise for modules in private attributes, which would be neither moved, synchronized nor saved."""
+    managed = {id(module) for model in models.values() for module in model.modules()}
+    for name, each in vars(program).items():
+        if name.startswith("_") and isinstance(each, nn.Module) and id(each) not in managed and _has_state(each):
+            raise ConfigError(
+                f"self.{name} of {owner} is a module in a private attribute, which Headway would neither move to the "
+                f"device nor save: rename it self.{name.strip('_')}, and freeze it if it is not to be trained"
+            )
+
+
+def _check_modes(name: str, model: nn.Module) -> None:
+    """Raise for modules whose own `train` or `eval` method an evaluation could not call."""
+    for path, module in model.named_modules():
+        for method, arguments in (("train", (False,)), ("eval", ())):
+            if getattr(type(module), method) is getattr(nn.Module, method):
+                continue
+            try:
+                inspect.signature(getattr(module, method)).bind(*arguments)
+            except TypeError as error:
+                raise ConfigError(
+                    f"{f'{name}.{path}'.rstrip('.')}, a {type(module).__name__}, has its own {method}() with other "
+                    "arguments than torch.nn.Module's, which evaluations call to change the mode: rename it"
+                ) from error
+
+
+def _check_listed_models(program: Program, models: Mapping[str, nn.Module]) -> None:
+    """Check that no plain list or dict of the trainer holds further models, which would stay without values.
+
+    Raises:
+        ConfigError: one does.
+    """
+    known = {id(module) for model in models.values() for module in model.modules()}
+    for attribute, value in vars(program).items():
+        held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        if any(isinstance(each, nn.Module) and id(each) not in known and parallelize.on_meta(each) for each in held):
+            kind = type(value).__name__
+            raise ConfigError(
+                f"self.{attribute} is a {kind} of modules, which are neither trained, moved to the device nor saved: "
+                f"use {'nn.ModuleDict' if kind == 'dict' else 'nn.ModuleList'}, or an attribute for each"
+            )
+
+
+def _warn_of_hidden_modules(models: Mapping[str, nn.Module]) -> None:
+    """Warn of modules in plain lists and dicts, which PyTorch does not see."""
+    known = {id(parameter) for model in models.values() for parameter in model.parameters()}
+    for name, model in models.items():
+        for path, module in model.named_modules():
+            for attribute, value in vars(module).items():
+                held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+                hidden = [each for each in held if isinstance(each, nn.Module)]
+                if attribute.startswith("_") or not any(
+                    parameter.requires_grad and id(parameter) not in known
+                    for each in hidden
+                    for parameter in each.parameters()
+                ):
+                    continue
+                warnings.warn(
+                    f"{f'{name}.{path}'.rstrip('.')}.{attribute} is a {type(value).__name__} of modules, which are "
+                    "neither trained, moved to the device nor saved: use nn.ModuleList or nn.ModuleDict",
+                    stacklevel=2,
+                )
+
+
+def parallelize_models(program: Program, ctx: RunContext, numerics: Numerics, *, with_values: bool) -> None:
+    """Shard, materialize, initialize and replicate the models, in place. Every rank must call this.
+
+    Args:
+        program: has the models as attributes.
+        ctx: has the models.
+        numerics: ordinary or exact arithmetic.
+        with_values: as `make_models` returned it.
+
+    Raises:
+        ConfigError: models, configs, versions or code differ between ranks, or a weight has no value.
+    """
+    config, world, times = ctx.config, ctx.world, ctx.setup_times
+    born_on_meta = ctx.models_without_weights
+    born_on_meta.clear()
+    if not with_values:
+        born_on_meta.update({name: model for name, model in ctx.models.items() if parallelize.on_meta(model)})
+    facts = {
+        "config": as_plain(config),
+        "run_dir": ctx.run_dir,
+        "models": shapes(ctx.models),
+        "models created": {name: "on meta" if name in born_on_meta else "with values" for name in ctx.models},
+        "versions": versions(),
+        "code": code_digests(type(program), ctx.models) if world.size > 1 else {},
+    }
+    if exact := numerics.facts(world.device):
+        facts["exact"] = exact
+    with times.phase("parallelise"):
+        # Before the first collective that would hang, or mix up weights, if models differ.
+        check_agreement(world, facts)
+        parallelize.prepare_weights(ctx.models, config.precision)
+        with_values_here = {
+            name: model for name, model in ctx.models.items() if name not in born_on_meta and not is_sharded(model)
+        }
+        values = parallelize.drop_values(with_values_here) if ctx.mesh.divides_weights else []
+        if ctx.mesh.tensor_mesh is not None:
+            divide_layers(ctx.models, program.configure_tensor_parallel(), ctx.mesh.tensor_mesh)
+        for model in ctx.models.values():
+            parallelize.shard(model, config.parallel, precision=config.precision, world=world, mesh=ctx.mesh)
+        if ctx.mesh.divides_weights:
+            parallelize.fill_from_main(with_values_here, values, world)
+        del values
+    if born_on_meta:
+        with times.phase("initialise"):
+            weight_init.initialize_weights(born_on_meta, program.init_weights)
+    with times.phase("parallelise"):
+        check_weights(world, ctx.models)
+        are_kept = program.may_keep_gradients or ctx.callbacks.may_keep_gradients()
+        for name, model in ctx.models.items():
+            gather_in_methods(model, lambda: _is_in_step(ctx.activity))
+            replicated = numerics.replicate(model, config, ctx.mesh.loss, gradients_are_kept=are_kept)
+            _set_model(program, ctx, name, replicated)
+
+
+def _is_in_step(activity: Activity) -> bool:
+    """Whether the caller is a step. Another thread, which may save the model meanwhile, runs on one rank only."""
+    return activity.phase in _STEP_PHASES and activity.thread == threading.get_ident()
+
+
+def rejoin_process_group(program: Program, ctx: RunContext) -> None:
+    """Continue after a `fit` that has closed the trainer's process group. Every rank must call this.
+
+    Raises:
+        ConfigError: a model is sharded, which prevents this.
+    """
+    for model in ctx.models.values():
+        # Before the first collective: either all ranks raise or none.
+        parallelize.check_unsharded(model)
+    ctx.world.rejoin()
+    for name, model in ctx.models.items():
+        _set_model(program, ctx, name, parallelize.rewrap_ddp(model, ctx.config.parallel, ctx.world))
+
+
+def _set_model(program: Program, ctx: RunContext, name: str, model: nn.Module) -> None:
+    ctx.models[name] = model
+    setattr(program, name, model)

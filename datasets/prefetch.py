@@ -16,7 +16,10 @@ from typing import Any, Literal, Protocol, TypeAlias
 import torch
 
 from .arrow import Rows
-from .batching import GlobalBatch, ShardBuffers, SpillError, limit_reads, limit_rows_in_memory, spill_folder
+from .batching.memory_limits import RowLimit, limit_rows
+from .batching.micro_batches import GlobalBatch
+from .batching.shard_buffers import ShardBuffers
+from .batching.spill import SpillError, spill_folder
 from .engines import read_with_ray, read_with_threads
 from .errors import DataError
 from .formats.base import RowSource
@@ -104,10 +107,11 @@ class StreamSpec:
         plan = self.plan(epoch)
         end = plan.samples(self.global_batch_size, offset=offset)
         rank, world_size = self.shard.rank, self.shard.world_size
+        parts = [each.per_read for each in self.row_limits]
         if isinstance(plan, MixturePlan):
-            return plan.reads(rank=rank, world_size=world_size, offset=offset, end=end, parts=self.read_limits)
+            return plan.reads(rank=rank, world_size=world_size, offset=offset, end=end, parts=parts)
         reads = plan.reads(rank=rank, world_size=world_size, offset=offset, end=end)
-        (part,) = self.read_limits
+        (part,) = parts
         return reads if part is None else split_reads(reads, shards=self.shards, part=part, shift=0)
 
     def job(self, read: Read) -> ReadJob:
@@ -150,27 +154,17 @@ class StreamSpec:
         return [self.source]
 
     @cached_property
-    def read_limits(self) -> list[int | None]:
-        """Rows of a shard that a read of each of these sources returns at most; None for all that a fragment has."""
-        limits = limit_reads(self.mixed, shards=self.shards, world_size=self.shard.world_size)
-        return [
-            limit if in_memory is None else None for limit, in_memory in zip(limits, self.rows_in_memory, strict=True)
-        ]
-
-    @cached_property
-    def rows_in_memory(self) -> list[int | None]:
-        """Rows of a shard and source that stay in memory while the others wait in a temporary file; None for all."""
-        if not self.spills:
-            return [None] * len(self.mixed)
-        return limit_rows_in_memory(self.mixed, shards=self.shards, world_size=self.shard.world_size)
+    def row_limits(self) -> list[RowLimit]:
+        """How many rows of each of these sources are held in memory."""
+        return limit_rows(self.mixed, shards=self.shards, world_size=self.shard.world_size, spills=self.spills)
 
     @property
     def ahead_rows(self) -> int:
         """Rows to read ahead: one read for each shard of the rank and source, which the start of an epoch needs."""
         # An epoch starts with half of a limited read, on average. Reads of rows that wait on disk are whole, and few.
         wave = sum(
-            -(-(limit or (in_memory or 0) // 2) // 2) or int(each.fragment_rows.mean())
-            for each, limit, in_memory in zip(self.mixed, self.read_limits, self.rows_in_memory, strict=True)
+            -(-(limit.per_read or (limit.in_memory or 0) // 2) // 2) or int(source.fragment_rows.mean())
+            for source, limit in zip(self.mixed, self.row_limits, strict=True)
         )
         wave *= -(-self.shards // self.shard.world_size)
         return min(wave, self.source.rows // self.shard.world_size, _BYTES_AHEAD // self.source.row_bytes)
@@ -273,7 +267,7 @@ class Prefetcher:
                 *(asked, rows, spec.filler_row),
                 same_types=isinstance(spec.source, MixedSource),
                 rows_are_batches=rows_are_batches(spec.source),
-                in_memory=lambda shard: spec.rows_in_memory[shard // spec.shards],
+                in_memory=lambda shard: spec.row_limits[shard // spec.shards].in_memory,
             )
             for each in epochs():
                 place = offset if each == epoch else 0

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from .batching import GlobalBatch, explain_large_fragments
+from .batching.memory_limits import explain_large_fragments
+from .batching.micro_batches import GlobalBatch
 from .cache import Cache
 from .engines import connected_to_ray
 from .errors import DataError

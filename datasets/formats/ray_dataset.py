@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..arrow import num_rows
-from ..batching import GlobalBatch, cut_all, gather_column
+from ..batching.micro_batches import GlobalBatch, cut_all, gather_column
 from ..engines import connected_to_ray
 from ..errors import DataError
 from ..plan import split_evenly

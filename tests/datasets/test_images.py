@@ -16,7 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.implementations.zip import ZipFileSystem
 from PIL import Image
 
-from headway.datasets import batching
+from headway.datasets.batching import memory_limits
 from headway.datasets.errors import DataError
 from headway.datasets.formats import images
 from headway.datasets.formats.images import Images
@@ -230,8 +230,8 @@ def test_only_the_images_that_are_needed_are_decoded(folder: Path, monkeypatch: 
     decoded = []
     decode = images._decode
     monkeypatch.setattr(images, "_decode", lambda *args: decoded.append(args) or decode(*args))
-    monkeypatch.setattr(batching, "_MIXED_TIMES", 0)
-    monkeypatch.setattr(batching, "_MIXED_BYTES", 3 * 72 * 2 * 8)
+    monkeypatch.setattr(memory_limits, "_MIXED_TIMES", 0)
+    monkeypatch.setattr(memory_limits, "_MIXED_BYTES", 3 * 72 * 2 * 8)
     stream = Stream(data, engine="threads", tail="keep")
     stream.setup(shard_info())
     assert stream._opened is not None

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from headway.datasets import batching, mixture_plan, prefetch
-from headway.datasets.batching import ShardBuffers
+from headway.datasets import mixture_plan, prefetch
+from headway.datasets.batching import memory_limits, spill
+from headway.datasets.batching.shard_buffers import ShardBuffers
 from headway.datasets.cache import Cache
 from headway.datasets.errors import DataError
 from headway.datasets.formats.jsonl import JsonLines
@@ -377,12 +378,12 @@ def test_100_sources_hold_few_rows_of_each_for_each_shard_and_no_open_file(
     if limited:
         whole = [batch.micro_batches[0]["id"].tolist() for batch in stream.epoch(0)]
         made.clear()
-        monkeypatch.setattr(batching, "_MIXED_BYTES", 0)
-        monkeypatch.setattr(batching, "_SPILL_ROOM", 3 if limited == "on disk" else 2**60)
+        monkeypatch.setattr(memory_limits, "_MIXED_BYTES", 0)
+        monkeypatch.setattr(memory_limits, "_SPILL_ROOM", 3 if limited == "on disk" else 2**60)
         stream.setup(shard_info(global_batch_size=64))
         assert stream._opened is not None
-        assert any(stream._opened.rows_in_memory) == (limited == "on disk")
-        assert any(stream._opened.read_limits) == (limited == "read again")
+        assert any(limit.in_memory for limit in stream._opened.row_limits) == (limited == "on disk")
+        assert any(limit.per_read for limit in stream._opened.row_limits) == (limited == "read again")
     before, files, rows, seen = len(os.listdir("/proc/self/fd")), [], [], Counter[int]()
     for number, batch in enumerate(stream.epoch(0)):
         files.append(len(os.listdir("/proc/self/fd")) - before)
@@ -406,8 +407,8 @@ def spilled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Mixture, P
         text, ragged = [f"row {each}" for each in ids], [list(range(each % 3)) for each in ids]
         path = write(tmp_path / f"{number}.parquet", ids, group=64, text=text, ragged=ragged)
         sources[str(number)] = (Parquet(path), 1.0 + number)
-    monkeypatch.setattr(batching, "_MIXED_BYTES", 0)
-    monkeypatch.setattr(batching, "_MIXED_TIMES", 2)
+    monkeypatch.setattr(memory_limits, "_MIXED_BYTES", 0)
+    monkeypatch.setattr(memory_limits, "_MIXED_TIMES", 2)
     (folder := tmp_path / "waiting").mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
     return Mixture(sources), folder
@@ -433,11 +434,11 @@ def test_rows_wait_on_disk_in_files_that_a_killed_process_leaves_no_trace_of(
     engine: str, spilled: tuple[Mixture, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, folder = spilled
-    monkeypatch.setattr(batching, "_SPILL_FILE_BYTES", 20_000)
+    monkeypatch.setattr(spill, "_FILE_BYTES", 20_000)
     stream = Stream(data, engine=engine, tail="keep")  # type: ignore[arg-type]
     stream.setup(shard_info())
     assert stream._opened is not None
-    assert all(stream._opened.rows_in_memory)
+    assert all(limit.in_memory for limit in stream._opened.row_limits)
     seen, files = [], []
     for epoch in range(2):
         for batch in stream.epoch(epoch):
@@ -447,8 +448,8 @@ def test_rows_wait_on_disk_in_files_that_a_killed_process_leaves_no_trace_of(
     stream.close()
     assert 1 < max(files) < 20, "files whose rows have been used are removed"
     assert open_files(folder) == 0
-    monkeypatch.setattr(batching, "HELD_BYTES", 2**40)
-    monkeypatch.setattr(batching, "_MIXED_TIMES", 1000)
+    monkeypatch.setattr(memory_limits, "HELD_BYTES", 2**40)
+    monkeypatch.setattr(memory_limits, "_MIXED_TIMES", 1000)
     assert rows_of(seen) == rows_of([*batches(data), *batches(data, epoch=1)])
     assert open_files(folder) == 0
 
@@ -476,11 +477,11 @@ def test_rows_wait_on_disk_where_it_has_room_for_the_rows_of_all_ranks(
 ) -> None:
     asked = []
     for has_room, world_size in [(True, 1), (True, 2), (False, 2)]:
-        monkeypatch.setattr(batching, "_has_room", lambda size, answer=has_room: asked.append(size) or answer)
+        monkeypatch.setattr(memory_limits, "has_room", lambda size, answer=has_room: asked.append(size) or answer)
         stream = Stream(spilled[0], shards=8)
         stream.setup(shard_info(world_size=world_size))
         assert stream._opened is not None
-        assert all(stream._opened.rows_in_memory) == has_room
+        assert all(limit.in_memory for limit in stream._opened.row_limits) == has_room
     assert len(set(asked)) == 1
 
 
@@ -497,9 +498,9 @@ def test_rows_of_a_remote_storage_are_fetched_once_and_held(tmp_path: Path, monk
     remote = f"memory://{tmp_path}/rows.parquet"
     fsspec.filesystem("memory").put(str(local), remote)
     whole = reads(str(local))
-    monkeypatch.setattr(batching, "_MIXED_BYTES", 0)
+    monkeypatch.setattr(memory_limits, "_MIXED_BYTES", 0)
     assert reads(str(local)) == whole
-    monkeypatch.setattr(batching, "_SPILL_ROOM", 2**60)
+    monkeypatch.setattr(memory_limits, "_SPILL_ROOM", 2**60)
     assert reads(remote) == whole
     assert reads(str(local)) > 2 * whole
     assert reads(remote, cache=Cache(tmp_path / "cache", max_bytes=2**20)) == reads(str(local))

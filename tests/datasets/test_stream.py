@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from headway.datasets import batching
+from headway.datasets.batching import memory_limits
 from headway.datasets.engines import _tasks, execute
 from headway.datasets.errors import DataError
 from headway.datasets.formats.jsonl import JsonLines
@@ -397,7 +397,7 @@ def test_rows_that_would_take_too_much_memory_are_read_again(
     """Row groups of 500 rows, of which a rank holds 8 x 500, or 8 x 32."""
     write(tmp_path / "large.parquet", range(5000), group=500)
     whole = steps(tmp_path, world_size=2)
-    monkeypatch.setattr(batching, "HELD_BYTES", 1000)
+    monkeypatch.setattr(memory_limits, "HELD_BYTES", 1000)
     assert steps(tmp_path, engine=engine)[:300] + steps(tmp_path, offset=2400, world_size=2) == whole
     stream = opened(tmp_path)
     assert stream._opened is not None
@@ -577,9 +577,9 @@ def test_row_groups_that_are_too_large_for_the_shuffle_are_named(
     data = Parquet(folder)
     row_bytes = data.open().row_bytes
     # Seven rows of a row group (of at most 100) for each of eight logical shards, because it is read 16 times at most.
-    monkeypatch.setattr(batching, "HELD_BYTES", 8 * 7 * row_bytes)
+    monkeypatch.setattr(memory_limits, "HELD_BYTES", 8 * 7 * row_bytes)
     assert warnings(data) == []
-    monkeypatch.setattr(batching, "HELD_BYTES", 8 * 7 * row_bytes - 1)
+    monkeypatch.setattr(memory_limits, "HELD_BYTES", 8 * 7 * row_bytes - 1)
     (line,) = warnings(data)
     assert line.startswith(f"row group 0 of {folder}/large.parquet has 100 rows, 0 MB, which is too large")
     assert "holds about 1/16 of such a piece for each of its 8 logical shards," in line
@@ -592,14 +592,14 @@ def test_row_groups_that_are_too_large_for_the_shuffle_are_named(
     remote = f"memory://{folder}"
     fsspec.filesystem("memory").put(str(folder), remote, recursive=True)
     held = 100 + 5 * 16 + 2 * 8  # the eight largest of nine row groups, which are fetched once
-    monkeypatch.setattr(batching, "HELD_BYTES", held * row_bytes)
+    monkeypatch.setattr(memory_limits, "HELD_BYTES", held * row_bytes)
     assert warnings(Parquet(remote)) == []
-    monkeypatch.setattr(batching, "HELD_BYTES", held * row_bytes - 1)
+    monkeypatch.setattr(memory_limits, "HELD_BYTES", held * row_bytes - 1)
     (line,) = warnings(Parquet(remote))
     assert "holds about one such piece for each of its 8 logical shards," in line
     assert line.endswith("write row groups of at most 24 rows (row_group_size) or set shards to at most 7 (now 8)")
     (tmp := folder.parent / "lines.jsonl").write_text("".join(f'{{"id": {row}}}\n' for row in range(100)))
-    monkeypatch.setattr(batching, "HELD_BYTES", 10)
+    monkeypatch.setattr(memory_limits, "HELD_BYTES", 10)
     (line,) = warnings(JsonLines(tmp), world_size=2)
     assert line.startswith("what is read at once from lines.jsonl:1 on has 100 rows")
     assert line.endswith("To take less memory, use more workers")

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from headway.datasets.batching import GlobalBatch
+from headway.datasets.batching.micro_batches import GlobalBatch
 from headway.trainer import (
     Callback,
     CheckpointConfig,

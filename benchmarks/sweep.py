@@ -31,9 +31,9 @@ from headway.orchestrator import (
     SweepResult,
     sweep as sweep_experiment,
 )
-from headway.orchestrator.cli.sweep_console import SweepConsole
 from headway.orchestrator.storage.events import read_events
 from headway.orchestrator.storage.folder import Folder
+from headway.orchestrator.sweeps.console import SweepConsole
 
 from .table import Row, interleave, median_ratio
 

@@ -30,8 +30,8 @@ def ls(context: typer.Context, run: RunName, storage: Storage = None, as_json: J
     """List checkpoints in the order saved, and why each is kept."""
     from headway.trainer.metrics.units import human_bytes
 
+    from ..display.tables import format_table, local_time
     from ..runs.checkpoints import RunCheckpoints
-    from .tables import format_table, local_time
 
     saved = RunCheckpoints.of(run, storage_of(context))
     reasons, monitor = saved.reasons(), saved.rules.monitor

@@ -57,7 +57,7 @@ def _print_table(findings: Sequence["Finding"]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from .tables import format_table
+    from ..display.tables import format_table
 
     rows = [(each.status, each.check, each.node, each.found, each.advice) for each in findings]
     console = Console(highlight=False)

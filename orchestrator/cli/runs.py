@@ -21,7 +21,7 @@ def runs(context: typer.Context, storage: Storage = None, as_json: Json = False)
 @runs_app.command("ls")
 def list_runs(context: typer.Context, storage: Storage = None, as_json: Json = False) -> None:
     """List the runs and sweeps, last started first."""
-    from .tables import print_runs, runs_and_sweeps
+    from .run_list import print_runs, runs_and_sweeps
 
     place = storage_of(context)
     if not wants_json(context):

@@ -9,13 +9,14 @@ from typing import Any
 
 from headway.trainer.metrics.units import human_duration
 
+from ..display.tables import format_table, local_time
 from ..runs.goodput import GoodputReport, goodput_report_of
 from ..runs.run import SWEEP_RECORD, Record, Run, find_run
 from ..storage.events import Event, describe, read_events
 from ..storage.folder import Folder, absolute, join
 from ..sweeps.record import Sweep, TrialResult
 from ..sweeps.result import SweepResult
-from .tables import format_elapsed, format_table, local_time
+from .run_list import format_elapsed
 
 _SHOWN_EVENTS = {
     "attempt_started",

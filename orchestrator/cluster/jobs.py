@@ -26,7 +26,7 @@ import headway.trainer
 from headway.trainer.errors import ConfigError, HeadwayError
 from headway.trainer.metrics.units import human_duration
 
-from ..cli.tables import format_table, local_time
+from ..display.tables import format_table, local_time
 from ..errors import StorageError
 from ..runs.run import Run
 from ..runs.stop import stop_run

@@ -12,9 +12,9 @@ import yaml
 
 from headway.trainer.errors import ConfigError
 
-from ..cli.tables import format_table
 from ..config.experiment import Experiment
 from ..config.scaling import Scaling
+from ..display.tables import format_table
 from .ray_launcher import UP_V2, autoscaler_version, prepare, schema_faults
 
 SHARED = "shared_folders"

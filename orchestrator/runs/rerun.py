@@ -9,10 +9,10 @@ from dataclasses import replace
 from headway.trainer.errors import CheckpointError, ConfigError
 from headway.trainer.loop.run_state import COMPONENTS
 
-from ..cli.console import RunConsole
 from ..cluster.ray_env import quiet_environment
 from ..config.experiment import Experiment
 from ..config.loader import override, parse_overrides
+from ..display.console import RunConsole
 from ..storage.events import read_events
 from ..storage.folder import Folder, absolute, join
 from ..train.dry_run import plan

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from headway.trainer.errors import CheckpointError, ConfigError
 from headway.trainer.metrics.units import human_duration
 
-from ..cli.sweep_console import SweepConsole, shown
 from ..config.experiment import Experiment
 from ..config.loader import to_plain, to_yaml
 from ..errors import TrainingFailedError
@@ -24,6 +23,7 @@ from ..runs.run import Run, now
 from ..storage.events import read_events
 from ..storage.folder import Folder, StorageOutage, retry_storage
 from ..train.fit import summarize_error
+from .console import SweepConsole, shown
 from .ending import meets_target, out_of_patience, target_reached
 from .optuna_search import PastTrial
 from .pbt_checkpoints import PBTCheckpoints

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from headway.trainer.errors import ConfigError
 
-from ..cli.sweep_console import SweepConsole
 from ..cluster.ray_env import quiet_environment
 from ..config.experiment import Experiment
 from ..config.loader import check_not_redacted
@@ -17,6 +16,7 @@ from ..runs.open import open_sweep, record_changed_settings
 from ..runs.run import now
 from ..storage.folder import absolute, retry_storage
 from ..train.fit import check_training, keep_error, summarize_error
+from .console import SweepConsole
 from .driver import ABORT_TIMEOUT_S, ALL_ENDED, SweepDriver
 from .ending import out_of_patience, target_reached
 from .optuna_search import PastTrial

@@ -14,9 +14,9 @@ from typing import Any
 from headway.trainer.callbacks.base import Callback
 from headway.trainer.metrics.units import human_duration
 
-from ..cli.console import RunConsole
 from ..cluster.connect import describe_wait, placed_groups, target_workers_now, wait_timeout_error
 from ..config.experiment import Experiment
+from ..display.console import RunConsole
 from ..errors import StorageError
 from ..runs.ownership import lease_lost
 from ..runs.requests import StopRequest, read_stop_request, request_scale_up, request_stop

@@ -15,10 +15,10 @@ from headway.trainer.errors import ConfigError, HeadwayError
 from headway.trainer.loop.run_state import COMPONENTS
 from headway.trainer.redaction import redact
 
-from ..cli.console import RunConsole
 from ..cluster.ray_env import quiet_environment
 from ..config.experiment import Experiment
 from ..config.loader import check_not_redacted
+from ..display.console import RunConsole
 from ..errors import RunConflictError, StorageError
 from ..runs.open import OpenedRun, open_run
 from ..runs.result import RunResult, describe_end

@@ -22,11 +22,11 @@ from headway.trainer.distributed.world import World
 from headway.trainer.loop.run_state import COMPONENTS
 from headway.trainer.trainer import Trainer
 
-from ..cli.console import RunConsole
 from ..config.experiment import Experiment
 from ..config.loader import check_not_redacted
 from ..config.scaling import Scaling
 from ..config.values import with_values
+from ..display.console import RunConsole
 from ..runs.open import OpenedRun, open_run, provenance_of
 from ..runs.pointer import Pointer
 from ..runs.result import RunResult

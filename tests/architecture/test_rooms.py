@@ -76,6 +76,18 @@ def test_only_the_landing_knows_the_trainer() -> None:
     ] == []
 
 
+def test_no_room_imports_the_command_line() -> None:
+    """What other rooms show is in `display`, or beside what it shows."""
+    modules = modules_of("orchestrator")
+    importing = {
+        name
+        for name, file in modules.items()
+        for target in imports_of(name, file, file.read_text(), modules)
+        if target.startswith("orchestrator.cli.") and not name.startswith("orchestrator.cli")
+    }
+    assert importing == {"orchestrator.__main__"}
+
+
 def test_exact_mode_is_asked_for_in_one_place() -> None:
     asking = {
         file.relative_to(ROOT).as_posix()

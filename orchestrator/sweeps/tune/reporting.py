@@ -14,7 +14,7 @@ from headway.trainer.checkpoints.retention import Mode
 from headway.trainer.errors import ConfigError
 from headway.trainer.trainer import Trainer
 
-from ...cli.console import RunConsole
+from ...display.console import RunConsole
 from ...runs.metric_history import metric_by_step
 from ...runs.pointer import Pointer, write_pointer
 from ...runs.requests import StopRequest, read_stop_request, request_stop

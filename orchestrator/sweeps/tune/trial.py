@@ -17,10 +17,10 @@ from rich.console import Console
 from headway.trainer.callbacks.base import Callback
 from headway.trainer.checkpoints.retention import Best, Mode
 
-from ...cli.console import RunConsole
 from ...config.experiment import Experiment
 from ...config.scaling import Scaling
 from ...config.values import with_values
+from ...display.console import RunConsole
 from ...errors import RunConflictError
 from ...runs.ownership import own_folder
 from ...runs.pointer import read_pointer

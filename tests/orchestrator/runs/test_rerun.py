@@ -15,8 +15,8 @@ import pytest
 from rich.console import Console
 
 from headway.orchestrator import Run, fit, rerun, resolve
-from headway.orchestrator.cli.console import RunConsole
 from headway.orchestrator.cli.main import main
+from headway.orchestrator.display.console import RunConsole
 from headway.orchestrator.runs.checkpoints import RunCheckpoints
 from headway.orchestrator.runs.compare import compare_runs, recorded_facts
 from headway.orchestrator.runs.open import open_run

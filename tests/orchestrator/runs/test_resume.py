@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from headway.orchestrator import RunResult, fit
-from headway.orchestrator.cli.console import RunConsole
 from headway.orchestrator.cluster import connect
+from headway.orchestrator.display.console import RunConsole
 from headway.orchestrator.runs.resume import ResumeOptions
 from headway.orchestrator.runs.stop import stop_run
 from headway.orchestrator.sweeps.tune.trial import _train_here

@@ -24,9 +24,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from rich.console import Console
 
 from headway.orchestrator import Experiment, RunConflictError, Scaling, StorageError, find_run, fit, list_runs, resolve
-from headway.orchestrator.cli.console import RunConsole
 from headway.orchestrator.cli.main import main
 from headway.orchestrator.cluster import connect
+from headway.orchestrator.display.console import RunConsole
 from headway.orchestrator.errors import TrainingFailedError
 from headway.orchestrator.runs.open import open_run, preview_run
 from headway.orchestrator.runs.ownership import lease_lost

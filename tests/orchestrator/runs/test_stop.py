@@ -18,8 +18,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from rich.console import Console
 
 from headway.orchestrator import Experiment, LogUniform, Scaling, Search, StorageError
-from headway.orchestrator.cli.console import RunConsole
 from headway.orchestrator.cli.main import main
+from headway.orchestrator.display.console import RunConsole
 from headway.orchestrator.runs.open import open_run, open_sweep
 from headway.orchestrator.runs.ownership import lease_lost
 from headway.orchestrator.runs.requests import StopRequest, clear_stop_request, read_stop_request, request_stop

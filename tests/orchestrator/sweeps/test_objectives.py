@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from headway.orchestrator import ASHA, Experiment, PastTrial, Search, SweepResult, Uniform, write_report
-from headway.orchestrator.cli.sweep_console import SweepConsole
 from headway.orchestrator.runs.open import open_run, open_sweep
+from headway.orchestrator.sweeps.console import SweepConsole
 from headway.orchestrator.sweeps.objectives import Constraint, is_feasible, pareto
 from headway.trainer.errors import ConfigError
 from tests.tiny import TinyConfig, TinyTrainer

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from headway.orchestrator import PBT, Experiment, LogUniform, Search
-from headway.orchestrator.cli.sweep_console import SweepConsole
 from headway.orchestrator.runs.open import open_run, open_sweep
 from headway.orchestrator.runs.requests import StopRequest, request_stop
 from headway.orchestrator.runs.run import Run
 from headway.orchestrator.storage.events import EventWriter, read_events
 from headway.orchestrator.storage.folder import Folder
+from headway.orchestrator.sweeps.console import SweepConsole
 from headway.orchestrator.sweeps.driver import SweepDriver
 from headway.orchestrator.sweeps.pbt_checkpoints import PBTCheckpoints
 from headway.orchestrator.train.signals import StopSignals

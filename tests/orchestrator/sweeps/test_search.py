@@ -25,14 +25,14 @@ from headway.orchestrator import (
     When,
     sweep,
 )
-from headway.orchestrator.cli.sweep_console import SweepConsole
-from headway.orchestrator.cli.tables import print_runs
+from headway.orchestrator.cli.run_list import print_runs
 from headway.orchestrator.config.values import with_values
 from headway.orchestrator.runs.open import open_run, open_sweep, record_changed_settings
 from headway.orchestrator.runs.requests import read_stop_request
 from headway.orchestrator.runs.run import Run
 from headway.orchestrator.storage.events import EventWriter, read_events
 from headway.orchestrator.storage.folder import Folder
+from headway.orchestrator.sweeps.console import SweepConsole
 from headway.orchestrator.sweeps.driver import SweepDriver
 from headway.orchestrator.sweeps.ending import out_of_patience, target_reached
 from headway.orchestrator.sweeps.record import Sweep, TrialResult

@@ -12,10 +12,10 @@ from rich.console import Console
 
 from headway.datasets.stream import ParquetStream
 from headway.orchestrator import Experiment, Scaling, plan, resolve
-from headway.orchestrator.cli.console import RunConsole
 from headway.orchestrator.cli.show import print_run
 from headway.orchestrator.cluster.connect import check_resources
 from headway.orchestrator.config.loader import from_yaml, to_yaml
+from headway.orchestrator.display.console import RunConsole
 from headway.orchestrator.runs.open import open_run
 from headway.orchestrator.runs.requests import read_scale_up_request, request_scale_up
 from headway.orchestrator.runs.run import Run

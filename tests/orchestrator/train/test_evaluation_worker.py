@@ -16,8 +16,8 @@ from rich.console import Console
 from torch.utils.data import DataLoader
 
 from headway.orchestrator import Experiment, RunResult, Scaling, fit
-from headway.orchestrator.cli.console import RunConsole
 from headway.orchestrator.cluster.connect import check_resources
+from headway.orchestrator.display.console import RunConsole
 from headway.orchestrator.storage.events import read_events
 from headway.orchestrator.storage.folder import Folder
 from headway.trainer import Callback, CheckpointConfig, ConfigError

@@ -25,8 +25,8 @@ from headway.orchestrator import (
     find_run,
     fit,
 )
-from headway.orchestrator.cli.console import RunConsole
 from headway.orchestrator.cli.main import _explain
+from headway.orchestrator.display.console import RunConsole
 from headway.orchestrator.runs.open import open_run
 from headway.orchestrator.runs.requests import StopRequest, request_stop
 from headway.orchestrator.runs.resume import ResumeOptions

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headway.orchestrator.cli.console import RunConsole
+from headway.orchestrator.display.console import RunConsole
 from headway.trainer import Callback
 from tests.tiny import TinyConfig, TinyTrainer
 

@@ -19,12 +19,12 @@ from ray.tune.search import Searcher, SearchGenerator
 from rich.console import Console
 
 from headway.orchestrator import ASHA, PBT, HyperBand, LogUniform, MedianStopping, Search, StorageError
-from headway.orchestrator.cli.sweep_console import SweepConsole
 from headway.orchestrator.runs.open import open_sweep
 from headway.orchestrator.runs.requests import StopRequest, read_stop_request, request_stop
 from headway.orchestrator.runs.run import Run
 from headway.orchestrator.storage.events import EventWriter, read_events
 from headway.orchestrator.storage.folder import Folder
+from headway.orchestrator.sweeps.console import SweepConsole
 from headway.orchestrator.sweeps.driver import SweepDriver
 from headway.orchestrator.sweeps.record import Sweep
 from headway.orchestrator.sweeps.schedulers import Scheduler

@@ -14,8 +14,8 @@ from ray.tune.search.optuna import OptunaSearch
 from rich.console import Console
 
 from headway.orchestrator import Choice, Experiment, LogUniform, RandInt, RunConflictError, Search, Uniform, When
-from headway.orchestrator.cli.sweep_console import SweepConsole
 from headway.orchestrator.runs.open import open_sweep
+from headway.orchestrator.sweeps.console import SweepConsole
 from headway.orchestrator.sweeps.driver import SweepDriver
 from headway.orchestrator.sweeps.optuna_search import PastTrial
 from headway.orchestrator.sweeps.record import Sweep

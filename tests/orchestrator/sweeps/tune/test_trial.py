@@ -17,11 +17,11 @@ from ray import tune
 from rich.console import Console
 
 from headway.orchestrator import ASHA, Experiment, LogUniform, Scaling, Search
-from headway.orchestrator.cli.sweep_console import SweepConsole
 from headway.orchestrator.runs.open import open_run, open_sweep
 from headway.orchestrator.runs.resume import ResumeOptions
 from headway.orchestrator.runs.run import Run
 from headway.orchestrator.storage.events import EventWriter, read_events
+from headway.orchestrator.sweeps.console import SweepConsole
 from headway.orchestrator.sweeps.record import TrialResult
 from headway.orchestrator.sweeps.tune import trial
 from headway.orchestrator.sweeps.tune.ray_schedulers import reports_of_ended_trials

@@ -1,13 +1,14 @@
-"""Text tables, and the list of the runs of a storage. Imports neither torch nor Ray, so it is fast."""
+"""The list of the runs of a storage. Imports neither torch nor Ray, so it is fast."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
 from headway.trainer.metrics.units import human_duration
+
+from ..display.tables import format_table, local_time
 
 if TYPE_CHECKING:
     from ..runs.run import Run
@@ -39,19 +40,6 @@ def print_runs(storage: str) -> None:
         print(f"no runs in {absolute(storage)}")
 
 
-def format_table(rows: Sequence[Sequence[str]], *, right: Collection[str] = ()) -> str:
-    """Return rows as aligned text. Cells are never shortened, so that names can be copied and output piped.
-
-    Args:
-        rows: the first one has the headings.
-        right: headings of the columns that are aligned to the right.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    cells = [f"{{:{'>' if heading in right else '<'}{width}}}" for heading, width in zip(rows[0], widths, strict=True)]
-    line = "  ".join(cells)
-    return "\n".join(line.format(*row).rstrip() for row in rows)
-
-
 def format_elapsed(run: Run) -> str:
     """Return how long the last start of a run took, or has taken so far."""
     started = datetime.fromisoformat(run.record.started).timestamp()
@@ -59,12 +47,6 @@ def format_elapsed(run: Run) -> str:
         return human_duration(datetime.fromisoformat(run.record.ended).timestamp() - started)
     until = time.time() if run.status == "running" else run.record.driver.heartbeat
     return human_duration(until - started)
-
-
-def local_time(moment: str | float) -> str:
-    """Return a time (ISO 8601, or seconds since 1970) in the local time zone."""
-    at = datetime.fromisoformat(moment).astimezone() if isinstance(moment, str) else datetime.fromtimestamp(moment)
-    return at.strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _row(run: Run) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from headway.orchestrator.cli.console import RunConsole
+from headway.orchestrator.display.console import RunConsole
 from headway.orchestrator.runs.open import open_run
 from headway.orchestrator.storage.events import Event
 from headway.orchestrator.train.fit import _greet

@@ -17,11 +17,11 @@ from headway.trainer.checkpoints.retention import Mode
 from headway.trainer.loop import messages
 
 from ..config.experiment import Experiment
-from ..sweeps.objectives import is_feasible
-from ..sweeps.record import TrialResult
-from ..sweeps.result import SweepResult, labels
-from ..sweeps.search import Search
-from .tables import format_table
+from ..display.tables import format_table
+from .objectives import is_feasible
+from .record import TrialResult
+from .result import SweepResult, labels
+from .search import Search
 
 _MOST_ROWS = 12
 

@@ -1,0 +1,1 @@
+"""What a run shows on a terminal or in a file."""

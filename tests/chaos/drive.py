@@ -149,6 +149,9 @@ class Drive:
             life.run()
             outcome.log.append(f"--- life {number + 1}: {'; '.join(life.struck) or 'nothing'}\n{life.text()}")
             outcome.struck += [f"life {number + 1}: {what}" for what in life.struck]
+            if not life.struck and any("the storage does not answer" in error for error in life.errors.values()):
+                # Before the fault that was planned.
+                outcome.struck.append(f"life {number + 1}: a write failed")
             outcome.torn += torn(run_dir)
             loses_records |= any("disk" in what for what in life.struck)
             if life.is_late:

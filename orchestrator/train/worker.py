@@ -22,6 +22,7 @@ import torch
 from headway.trainer.callbacks.base import Callback
 from headway.trainer.distributed.world import World
 from headway.trainer.ownership.claim import claimed_by_driver
+from headway.trainer.result import FitResult
 from headway.trainer.trainer import Trainer
 
 from ..errors import RunConflictError, StorageError
@@ -184,23 +185,43 @@ def run_attempt(
         step = trainer.global_step if trainer is not None and run_callback.began_at is not None else None
         # A failed write must not hide the error.
         with contextlib.suppress(StorageError):
-            events.add(
-                "rank_failed",
-                attempt=attempt,
-                rank=world.rank,
-                step=step,
-                began_at=run_callback.began_at,
-                type=type(error).__name__,
-                phase=phase_of(error),
-                line=user_line_of(error),
-                message=str(error),
-                retryable=not is_fatal_error(error),
-                secondary=is_secondary(error),
-                traceback="".join(traceback.format_exception(error)),
-            )
+            _add_failure(
+                events, error, attempt=attempt, rank=world.rank, step=step, began_at=run_callback.began_at
+            )  # fmt: skip
         raise
+    return _end(events, world, folder, result, attempt=attempt, may_resize=run_callback.is_to_resize)
+
+
+def _add_failure(
+    events: EventWriter, error: BaseException, *, attempt: int, rank: int, step: int | None, began_at: int | None
+) -> None:
+    """Record that a rank failed at a step of an attempt that began at `began_at`; None: before training began."""
+    events.add(
+        "rank_failed",
+        attempt=attempt,
+        rank=rank,
+        step=step,
+        began_at=began_at,
+        type=type(error).__name__,
+        phase=phase_of(error),
+        line=user_line_of(error),
+        message=str(error),
+        retryable=not is_fatal_error(error),
+        secondary=is_secondary(error),
+        traceback="".join(traceback.format_exception(error)),
+    )
+
+
+def _end(
+    events: EventWriter, world: World, folder: Folder, result: FitResult, *, attempt: int, may_resize: bool
+) -> dict[str, Any]:
+    """Record the end of an attempt, and return the fields of its result. Every rank must call this.
+
+    Raises:
+        RestartToResize: the attempt has ended for the run to continue on another number of workers.
+    """
     is_to_resize = False
-    if run_callback.is_to_resize and result.status == "interrupted":
+    if may_resize and result.status == "interrupted":
         if (stop := read_stop_request(folder)) is not None:  # a stop requested in the meantime takes precedence
             result = replace(result, status=stop.status, reason=stop.reason)
         else:

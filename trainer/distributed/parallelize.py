@@ -175,7 +175,7 @@ def check_modules(models: Mapping[str, nn.Module], config: ParallelConfig, world
 
     Raises:
         ConfigError: a model is already wrapped, a module is missing (the message lists the existing ones), or a module
-            changes its weights in forward, on each rank otherwise.
+            does not work on several ranks or as a block.
     """
     for name, model in models.items():
         if isinstance(model, (DistributedDataParallel, nn.DataParallel)):
@@ -185,27 +185,38 @@ def check_modules(models: Mapping[str, nn.Module], config: ParallelConfig, world
                 "parallel.strategy='ddp' trains it on several GPUs, one rank each"
             )
         for path, module in model.named_modules():
-            if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
-                raise ConfigError(
-                    f"{f'{name}.{path}'.rstrip('.')} is a {type(module).__name__}, whose shape is unknown until a "
-                    "forward pass: create the module with its sizes, or call the model on a batch in configure_models()"
-                )
-            if world.size > 1 and world.device.type == "cpu" and isinstance(module, nn.SyncBatchNorm):
-                raise ConfigError(
-                    f"{f'{name}.{path}'.rstrip('.')} is a SyncBatchNorm, which works on several ranks with GPUs only: "
-                    "leave out convert_sync_batchnorm on CPUs, where each rank then normalizes its own rows"
-                )
-            if world.size > 1 and getattr(module, "max_norm", None) is not None and isinstance(module, _EMBEDDINGS):
-                raise ConfigError(
-                    f"{f'{name}.{path}'.rstrip('.')} is an {type(module).__name__} with max_norm, which shrinks the "
-                    "rows that a rank looks up, and not those of the other ranks: leave it out, and shrink all rows "
-                    "in on_step_end, or train on one rank"
-                )
+            _check_module(f"{name}.{path}".rstrip("."), module, world)
         if compiled_module(model) is not None and config.strategy in ("fsdp", "hsdp"):
             raise ConfigError(
                 f"{name} is already compiled, and a compiled module cannot be sharded: set the plain module in "
                 "configure_models(); parallel.compile=True compiles it at the right point"
             )
+    _check_blocks(models, config)
+
+
+def _check_module(name: str, module: nn.Module, world: World) -> None:
+    """Check a module of a model, without its submodules, see `check_modules`."""
+    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+        raise ConfigError(
+            f"{name} is a {type(module).__name__}, whose shape is unknown until a forward pass: create the module with "
+            "its sizes, or call the model on a batch in configure_models()"
+        )
+    if world.size == 1:
+        return
+    if world.device.type == "cpu" and isinstance(module, nn.SyncBatchNorm):
+        raise ConfigError(
+            f"{name} is a SyncBatchNorm, which works on several ranks with GPUs only: leave out convert_sync_batchnorm "
+            "on CPUs, where each rank then normalizes its own rows"
+        )
+    if getattr(module, "max_norm", None) is not None and isinstance(module, _EMBEDDINGS):
+        raise ConfigError(
+            f"{name} is an {type(module).__name__} with max_norm, which shrinks the rows that a rank looks up, and not "
+            "the same rows of the other ranks: leave it out, and shrink all rows in on_step_end, or train on one rank"
+        )
+
+
+def _check_blocks(models: Mapping[str, nn.Module], config: ParallelConfig) -> None:
+    """Check the modules that are gathered and checkpointed one at a time, see `check_modules`."""
     blocks = [block for model in models.values() for _, _, block in blocks_of(model, config)]
     if missing := set(config.shard_modules) - {type(block).__name__ for block in blocks}:
         inside = {

@@ -196,18 +196,8 @@ class Engine:
 
     def end(self, error: BaseException | None, status: Status) -> None:
         """Clean up after a run, on success and failure. Must not communicate: other ranks may be gone."""
-        if error is not None and is_out_of_memory(error):
-            add_memory_advice(
-                error, self.config, self.world, step=self.progress.step, may_halve=self.numerics.may_halve
-            )
-        if error is not None and self.config.parallel.cp > 1:
-            add_attention_advice(error, self.world.device)
-        if error is not None and self.config.parallel.strategy in ("fsdp", "hsdp"):
-            add_shard_advice(error)
         if error is not None:
-            add_ddp_advice(error)
-        if error is not None and self.config.parallel.tp > 1:
-            add_uneven_sizes(error, self.models)
+            self._add_advice(error)
         if self._requests is not None:
             self._requests.clear()
         running, self._running = self._running, None
@@ -228,6 +218,21 @@ class Engine:
             if error is None:
                 raise
             error.add_note(f"the clean-up also failed with {type(failure).__name__}: {failure}")
+
+    def _add_advice(self, error: BaseException) -> None:
+        """Add notes to errors of torch that do not say what to change."""
+        parallel = self.config.parallel
+        if is_out_of_memory(error):
+            add_memory_advice(
+                error, self.config, self.world, step=self.progress.step, may_halve=self.numerics.may_halve
+            )
+        if parallel.cp > 1:
+            add_attention_advice(error, self.world.device)
+        if parallel.strategy in ("fsdp", "hsdp"):
+            add_shard_advice(error)
+        add_ddp_advice(error)
+        if parallel.tp > 1:
+            add_uneven_sizes(error, self.models)
 
     def setup(self) -> None:
         """Build models, optimizers and data, once. Every rank must call this."""

@@ -114,7 +114,8 @@ def wsd(
     total = total_steps or 0
     if warmup + decay_fraction * total > total:
         raise ConfigError(
-            f"a warm-up of {warmup} steps and decay_fraction={decay_fraction:g} do not fit into total_steps={total}"
+            f"a warm-up of {warmup} steps and decay_fraction={decay_fraction:g} do not fit into total_steps={total}: "
+            "lower one of them"
         )
     height = partial(_fall_at_end, decay_fraction * total / (total - warmup))
     return _schedule(height, optimizer, total_steps, warmup, minimum)

@@ -106,7 +106,7 @@ def submit(
     if wrong := [name for name, is_given in (of_run if sweep else of_sweep).items() if is_given]:
         raise ConfigError(f"{wrong[0]} {'cannot be combined with' if sweep else 'needs'} --sweep")
     if not Path(working_dir).is_dir():
-        raise ConfigError(f"--working-dir {working_dir} is not a folder of this machine")
+        raise ConfigError(f"--working-dir {working_dir} is not a folder of this machine: name one that exists")
     with contextlib.chdir(working_dir):
         # Refuse invalid input before contacting the cluster.
         if sweep:

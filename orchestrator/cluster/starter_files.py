@@ -45,7 +45,7 @@ def write_starter_files(kind: str, folder: str = ".") -> list[StarterFile]:
     if kind not in KINDS:
         raise ConfigError(f"there are no files for {kind!r}, only for {', '.join(KINDS)}")
     if not Path(folder).is_dir():
-        raise ConfigError(f"the folder {folder} does not exist")
+        raise ConfigError(f"the folder {folder} does not exist: create it, or name another")
     files, _ = KINDS[kind]
     texts = {Path(folder, file): render(template) for template, file in files.items()}
     if existing := [str(path) for path in texts if path.exists() or path.is_symlink()]:

@@ -83,7 +83,11 @@ def test_state_is_saved_and_restored() -> None:
         (schedules.linear, {"total_steps": 10, "warmup_fraction": 1.5}, "must be >= 0 and < 1"),
         (schedules.linear, {"total_steps": 0}, "integer >= 1"),
         (schedules.linear, {"total_steps": 10, "minimum": 1e-5 - 1}, "fraction of the peak"),
-        (schedules.wsd, {"total_steps": 10, "warmup_steps": 5, "decay_fraction": 0.6}, "do not fit"),
+        (
+            schedules.wsd,
+            {"total_steps": 10, "warmup_steps": 5, "decay_fraction": 0.6},
+            "total_steps=10: lower one of them",
+        ),
         (schedules.wsd, {"total_steps": 10, "decay_fraction": 0.0}, "must be > 0"),
     ],
 )

@@ -227,7 +227,10 @@ def _aligned_batches(
             if must_agree and not reads.was_ended:
                 (num_ranks,) = reads.agree(batch is not None)
                 if num_ranks and last is None and num_ranks < world.size and not reads.was_ended:
-                    raise DataError("the validation data has no batches on one rank, but some on another")
+                    raise DataError(
+                        "the validation data has no batches on one rank, but some on another: give every rank at least "
+                        "one, or all of the data"
+                    )
                 if num_ranks and batch is None and last is not None:
                     batch = LoadedBatch(last.micro_batches, [0] * len(last.micro_batches), None)
             if batch is None or reads.was_ended:

@@ -283,7 +283,10 @@ class Loop:
             else:
                 if self._stopped is None:
                     if progress.step_in_epoch == 0:
-                        raise DataError(f"epoch {epoch + 1} has no batches: the training data is empty or exhausted")
+                        raise DataError(
+                            f"epoch {epoch + 1} has no batches: the training data is empty or exhausted. An iterator "
+                            "can be read only once: give an iterable instead, such as a list or a DataLoader"
+                        )
                     return self._end_epoch()
         # A stop leaves even a complete epoch open: the resumed run evaluates and closes it.
         if not self._stopped and self._state.is_epoch_complete():
@@ -450,7 +453,10 @@ class Loop:
             first = LoadedBatch(batch.micro_batches[:1], batch.num_samples[:1], batch.num_samples[0])
             # The first scales of float16 may overflow.
             if not any(self._run_step(first, lambda: self.optimizer_step(first)) for _ in range(_MOST_SCALES)):
-                raise NonFiniteError("the gradient of the first micro-batch is not finite at any scale of the loss")
+                raise NonFiniteError(
+                    "the gradient of the first micro-batch is not finite at any scale of the loss: check the loss for "
+                    "a division by zero or a log of zero, or set precision='bf16'"
+                )
         metrics = self._flush()
         evaluation = self._make_evaluation(self._validation, max_batches=1)
         if evaluated := self._run_evaluation(evaluation):

@@ -392,7 +392,10 @@ def test_a_reader_that_has_gone_is_not_a_cluster_that_is_lost() -> None:
         (["submit", TARGET, "config.max_steps=1"], "is in the current directory"),
         (["submit", TARGET, "--retry-failed", "storage=/r"], "--retry-failed needs --sweep"),
         (["submit", TARGET, "--sweep", "--resume", "never"], "--resume cannot be combined with --sweep"),
-        (["submit", TARGET, "--working-dir", "nowhere"], "--working-dir nowhere is not a folder"),
+        (
+            ["submit", TARGET, "--working-dir", "nowhere"],
+            "--working-dir nowhere is not a folder of this machine: name one that exists",
+        ),
         (["jobs", "show", "digits"], "no cluster answers at http://127.0.0.1:"),
         (["submit", TARGET, "config.max_steps=1", "storage=/r", "--env", "NOT_HERE"], "the variable is not set here"),
         (["submit", TARGET, "config.max_steps=1", "storage=/r"], "no cluster answers at http://127.0.0.1:"),

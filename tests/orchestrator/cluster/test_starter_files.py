@@ -56,7 +56,7 @@ def test_the_command_names_the_lines_and_the_kinds(
     assert "to check: headway cluster check cluster.yaml" in out
     assert "is not overwritten" in err
     assert "aws, gcp, azure, kubernetes, slurm, skypilot, docker" in err
-    assert "the folder nowhere does not exist" in err
+    assert "the folder nowhere does not exist: create it, or name another" in err
 
 
 @pytest.mark.parametrize("kind", CLOUDS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from .data.protocols import HasOrder
 from .distributed import dtensor
 from .distributed.mesh import Mesh
 from .distributed.world import World
-from .errors import DataError, StepError
+from .errors import ConfigError, DataError, StepError
 from .loop.control import StopStatus
 from .loop.engine import Engine
 from .loop.progress import Progress
@@ -37,6 +37,7 @@ from .metrics.histogram import Histogram
 from .metrics.history import History
 from .metrics.reductions import Reduce
 from .metrics.train_log import MetricSource
+from .setup.class_check import advice_on_attribute
 from .setup.pretrained import load_safetensors
 from .step.precision import autocast
 from .trackers.images import as_tensor
@@ -46,6 +47,26 @@ class ActiveRun:
     """A run as callbacks see it; base class of `Trainer` and `Session`."""
 
     _engine: Engine
+    _is_session = False
+
+    if not TYPE_CHECKING:
+        # Hidden from type checkers, for which every attribute would exist.
+        def __getattr__(self, name: str) -> Any:
+            kind = type(self).__name__
+            if name == "_engine":
+                raise ConfigError(
+                    f"{kind}.__init__ does not call super().__init__(config, ...): call it first, and pass on the "
+                    "keyword arguments"
+                )
+            engine = vars(self).get("_engine")
+            fields = () if engine is None else engine.config.__dataclass_fields__
+            hint = ""
+            if (advice := advice_on_attribute(name, fields, in_session=self._is_session)) is not None:
+                hint = f": {advice}"
+            elif engine is not None and not engine.is_set_up:
+                begins = "in the `with` block" if self._is_session else "after setup(), which fit() calls"
+                hint = f" yet: models, optimizers and data exist {begins}"
+            raise AttributeError(f"{kind!r} object has no attribute {name!r}{hint}", name=name, obj=self)
 
     # ---- State -----------------------------------------------------------------------------------------------------
 
@@ -171,6 +192,10 @@ class ActiveRun:
     def should_stop(self) -> bool:
         """Whether a limit is reached or all ranks have agreed to stop. Equal on every rank."""
         return self._engine.is_set_up and self._engine.loop.end_reason() is not None
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        raise StepError("should_stop cannot be set, because all ranks must agree: call request_stop(reason)")
 
     @property
     def parameters_being_stepped(self) -> frozenset[torch.Tensor]:

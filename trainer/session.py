@@ -94,6 +94,7 @@ class Session(ActiveRun):
     """
 
     result: FitResult
+    _is_session = True
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -26,7 +26,7 @@ from .loop.steps import LossWeight
 from .result import FitResult
 from .session import Session
 from .setup import weight_init
-from .setup.class_check import ATTRIBUTES_ELSEWHERE, check_arguments, check_overrides
+from .setup.class_check import check_arguments, check_overrides
 from .setup.dry_run import Estimate
 from .step.lr_stepping import Interval
 from .step.precision import LossScaler, ScalesLoss
@@ -338,26 +338,6 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
         return self._engine.loop.optimizer_step.step(optimizer) if self.training else None
 
     # ---- Running ---------------------------------------------------------------------------------------------------
-
-    if not TYPE_CHECKING:
-        # Hidden from type checkers, for which every attribute would exist.
-        def __getattr__(self, name: str) -> Any:
-            if name == "_engine":
-                raise ConfigError(
-                    f"{type(self).__name__}.__init__ does not call super().__init__(config, ...): call it first, and "
-                    "pass on the keyword arguments of Trainer"
-                )
-            engine = vars(self).get("_engine")
-            hint = ""
-            if name in ATTRIBUTES_ELSEWHERE:
-                hint = f": {ATTRIBUTES_ELSEWHERE[name]}"
-            elif engine is not None and not engine.is_set_up:
-                hint = " yet: models, optimizers and data exist after setup(), which fit() calls"
-            raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}{hint}",
-                name=name,
-                obj=self,
-            )
 
     def fit(
         self,

@@ -11,11 +11,13 @@ import torch
 import torch.nn.functional as F
 import torchmetrics
 from torch import nn
+from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 from headway.trainer import (
     ConfigError,
     ParallelConfig,
+    Session,
     StepError,
     SupervisedTrainer,
     Trainer,
@@ -104,6 +106,38 @@ def test_a_metric_object_that_is_logged_is_told_where_metrics_belong() -> None:
 
     with pytest.raises(StepError, match=r"MeanMetric.* as 'train/accuracy'.*return such an object from configure_metr"):
         _fit(Logs)
+
+
+class Forwards(TinyTrainer):
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.right = torchmetrics.MeanMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.right((self.model(batch["x"]).argmax(1) == batch["y"]).float())}
+
+
+class CountsForever(Forwards):
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        right = (self.model(batch["x"]).argmax(1) == batch["y"]).float()
+        self.right.update(right)
+        return {"loss": 1 - right.mean(), "right": self.right.compute()}
+
+
+class ResetsIt(CountsForever):
+    def on_evaluation_start(self) -> None:
+        self.right.reset()
+
+
+def test_a_metric_object_that_nothing_resets_is_warned_of() -> None:
+    with pytest.warns(
+        UserWarning, match=r"self\.right is a torchmetrics object that nothing resets, .*configure_metri"
+    ):
+        _fit(CountsForever)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _fit(ResetsIt)
+        _fit(Forwards)
 
 
 def test_a_data_module_is_told_to_return_its_loaders() -> None:
@@ -238,6 +272,46 @@ def test_a_model_that_is_trained_in_evaluation_mode_is_warned_of(part: str) -> N
 def test_an_attribute_of_another_framework_names_what_to_use(name: str) -> None:
     with pytest.raises(AttributeError, match=rf"no attribute '{name}': "):
         getattr(TinyTrainer(TinyConfig(max_steps=1), world=ALONE), name)
+
+
+def test_the_optimizers_of_lightning_are_called_in_vain() -> None:
+    class Manual(TinyTrainer):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            (optimizer,) = self.optimizers()  # type: ignore[operator]
+            return optimizer
+
+    with pytest.raises(StepError, match=r"optimizers is a dict here, .*: use .* self\.optimizer, or"):
+        _fit(Manual)
+
+
+def test_what_other_trainers_have_names_what_to_use() -> None:
+    trainer = TinyTrainer(TinyConfig(max_steps=1), world=ALONE)
+    for name, advice in [
+        ("max_epochs", r"use self\.config\.max_epochs"),
+        ("zero_grad", "gradients are cleared after each step"),
+        ("register_buffer", r"use self\.model\.register_buffer\("),
+        ("unwrap_model", r"use self\.unwrap\("),
+        ("train_dataset", "set it as an attribute before"),
+    ]:
+        with pytest.raises(AttributeError, match=f"no attribute '{name}': {advice}"):
+            getattr(trainer, name)
+    with pytest.raises(StepError, match=r"should_stop cannot be set, .* call request_stop\(reason\)"):
+        trainer.should_stop = True
+
+
+def test_what_an_accelerator_has_names_what_a_session_has() -> None:
+    config = TrainerConfig(max_steps=1)
+    loader = DataLoader(Rows(8), batch_size=4)
+    run = Session(config, model=nn.Linear(6, 3), optimizer=lambda m: SGD(m.parameters(), lr=0.1), data=loader)
+    for name, advice in [
+        ("prepare", "pass model=, optimizer= and data= to Session"),
+        ("clip_grad_norm_", r"set config\.max_grad_norm"),
+        ("is_main_process", r"use run\.world\.is_main"),
+        ("load_state", r"call run\.restore\(\)"),
+        ("colour", "models, optimizers and data exist in the `with` block"),
+    ]:
+        with pytest.raises(AttributeError, match=f"'Session' object has no attribute '{name}'.*: {advice}"):
+            getattr(run, name)
 
 
 @pytest.mark.parametrize("name", ["training_step", "validation_step"])

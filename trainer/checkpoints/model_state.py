@@ -312,8 +312,24 @@ def _compare(what: str, saved: Iterable[str], live: Iterable[str]) -> None:
     if missing or unexpected:
         raise CheckpointError(
             f"the {what} differ: not in the checkpoint: {_shorten(missing)}; "
-            f"only in the checkpoint: {_shorten(unexpected)}"
+            f"only in the checkpoint: {_shorten(unexpected)}{_advice([*missing, *unexpected])}"
         )
+
+
+def _advice(names: list[str]) -> str:
+    """Return what to do about names of weights that torch's tools change during a run; "" for other names."""
+    if any(name.endswith(("_orig", "_mask")) for name in names):
+        return (
+            ". torch.nn.utils.prune changes the names of weights, and the run has pruned since it began: let "
+            "configure_models() give the model these names, by prune.identity(module, name), and prune it further "
+            "during the run"
+        )
+    if any("parametrizations." in name or name.endswith(("weight_g", "weight_v")) for name in names):
+        return (
+            ". A parametrization changes the names of weights: register it in configure_models(), and not during the "
+            "run"
+        )
+    return ""
 
 
 def _shorten(names: list[str]) -> str:

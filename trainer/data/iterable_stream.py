@@ -18,6 +18,16 @@ from .protocols import GlobalBatch, Guarantee, LoadedBatch, ShardInfo, Stateful
 from .repeats import WorkerRepeats
 from .tree import batch_size
 
+_PREPARED = {
+    "accelerate": "return the DataLoader without accelerator.prepare(), as Headway divides its rows over the ranks",
+    "ray": (
+        "return the DataLoader without prepare_data_loader(), as Headway divides its rows over the ranks, or, for a "
+        "dataset of Ray Data, RayDataset(dataset), of headway.datasets.formats.ray_dataset, without "
+        "iter_torch_batches()"
+    ),
+}
+"""What to return in place of data that a package has prepared for its ranks, by the name of the package."""
+
 
 class IterableStream:
     """Reads any iterable in its own order: each rank reads its own iterable, several batches per update.
@@ -86,10 +96,14 @@ class IterableStream:
         if shard.training and shard.global_batch_size is not None:
             unsupported = unsupported_part(self._data) if isinstance(self._data, DataLoader) else None
             why = f"This one is read in its own order because of {unsupported}, and" if unsupported else "An iterable"
+            advice = _PREPARED.get(type(self._data).__module__.partition(".")[0])
+            general = (
+                "a DataLoader over a map-style dataset, with no sampler but torch's sequential, random and distributed "
+                f"ones, or a Headway stream. {why} brings its own batches; set gradient_accumulation_steps instead"
+            )
             raise ConfigError(
-                f"global_batch_size={shard.global_batch_size} needs data that can be cut to size: a DataLoader over a "
-                "map-style dataset, with no sampler but torch's sequential, random and distributed ones, or a Headway "
-                f"stream. {why} brings its own batches; set gradient_accumulation_steps instead"
+                f"global_batch_size={shard.global_batch_size} needs data that can be cut to size: "
+                + (general if advice is None else f"{advice}, in place of this {self._name}")
             )
         if shard.training and self._num_batches == 0:
             raise DataError(f"the training data, a {self._name}, has no batches")

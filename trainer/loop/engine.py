@@ -31,10 +31,12 @@ from ..metrics.history import History
 from ..ownership.claim import Ownership, is_claimed_by_driver
 from ..ownership.run_dir import claim_run_dir
 from ..result import Status
+from ..setup.class_check import OptimizersByName
 from ..setup.compile_cache import CompileCache
 from ..setup.data import check_same_data, open_data, open_sets
 from ..setup.dry_run import Estimate, estimate_of
 from ..setup.float8 import check_float8, convert_to_float8
+from ..setup.metric_attributes import warn_of_metrics_never_reset
 from ..setup.models import make_models, parallelize_models, rejoin_process_group
 from ..setup.optimizers import make_optimizers
 from ..setup.program import Program
@@ -97,7 +99,7 @@ class Engine:
         self.setup_times = SetupTimes()
         self.mode = Mode()
         self.models: dict[str, nn.Module] = {}
-        self.optimizers: dict[str, Optimizer] = {}
+        self.optimizers: dict[str, Optimizer] = OptimizersByName()
         self.lr_stepping = LrStepping()
         self.callbacks = CallbackList()
         self.metrics: Mapping[str, Any] = {}
@@ -277,6 +279,8 @@ class Engine:
         self._loop.compile_cache = compile_cache
         self._loop.check_trainable = TrainableCheck(program, ctx)
         self._loop.check_trainable()
+        if self.world.is_main:
+            warn_of_metrics_never_reset(program, self.callbacks)
         self._loop.saver.check_unsaved = UnsavedState(program, ctx)
         trackers = self._given_trackers
         if trackers is None:

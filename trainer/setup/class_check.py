@@ -7,9 +7,12 @@ import inspect
 import warnings
 from collections.abc import Collection, Iterator
 from types import CodeType
+from typing import NoReturn
+
+from torch.optim import Optimizer
 
 from ..config import FIELDS_ELSEWHERE
-from ..errors import ConfigError
+from ..errors import ConfigError, StepError
 
 _DATA = "configure_dataloaders(self), which returns (train, validation)"
 _STEP = "training_step(self, batch, batch_idx), which returns the loss"
@@ -74,16 +77,48 @@ ATTRIBUTES_ELSEWHERE = {
     "clip_gradients": "set config.max_grad_norm or config.max_grad_value",
     "clip_grad_norm_": "set config.max_grad_norm",
     "accumulate": "set config.gradient_accumulation_steps or config.global_batch_size",
+    "zero_grad": "gradients are cleared after each step",
+    "no_sync": "gradients are reduced as the strategy needs; see parallel.no_sync",
+    "sync_gradients": "use not self.is_accumulating_gradients",
     "gather": "use self.world.all_gather(tensor), or return numbers, which are averaged over all ranks",
     "gather_for_metrics": "return numbers from validation_step, where each row counts once, or use configure_metrics()",
     "prepare": "what the configure_ methods set or return is prepared",
     "wait_for_everyone": "use self.world.barrier()",
+    "reduce": "return or log the number, which is averaged over all ranks",
+    "unwrap_model": "use self.unwrap(module)",
+    "model_wrapped": "use self.model",
+    "save_state": "call save_checkpoint()",
+    "load_state": "resume with fit(), or fit(resume=path)",
+    "skip_first_batches": "a resumed run continues at its next batch",
     "lr_schedulers": "schedulers are attributes, such as self.scheduler",
+    "lr_scheduler": "use the attribute that configure_optimizers() sets, such as self.scheduler",
+    "control": "call self.request_stop(reason), self.request_save() or self.request_evaluation()",
+    "add_callback": "pass callbacks=[...], or define configure_callbacks()",
+    "callback_metrics": "metrics are the argument of the hook on_evaluation_end(self, metrics)",
+    "logged_metrics": "metrics are the argument of the hook on_evaluation_end(self, metrics)",
     "logger": "call self.log(), or use a tracker (configure_trackers)",
     "loggers": "call self.log(), or use a tracker (configure_trackers)",
     "trainer": "self is the trainer",
-    "parameters": "use self.model.parameters()",
-    "named_parameters": "use self.model.named_parameters()",
+    **{
+        name: f"use self.model.{name}(...)"
+        for name in (
+            "parameters",
+            "named_parameters",
+            "buffers",
+            "named_buffers",
+            "modules",
+            "named_modules",
+            "children",
+            "named_children",
+            "apply",
+            "register_buffer",
+            "register_parameter",
+            "add_module",
+            "requires_grad_",
+        )
+    },
+    "freeze": "set config.freeze",
+    "unfreeze": "set config.freeze",
     "forward": "call self.model(...)",
     "to": "Headway moves models and batches to self.device",
     "cuda": "Headway moves models and batches to self.device",
@@ -97,6 +132,10 @@ ATTRIBUTES_ELSEWHERE = {
     "is_world_process_zero": "use self.world.is_main",
     "is_global_zero": "use self.world.is_main",
     "is_main_process": "use self.world.is_main",
+    "is_local_main_process": "use self.world.local_rank == 0",
+    "is_local_process_zero": "use self.world.local_rank == 0",
+    "process_index": "use self.world.rank",
+    "local_process_index": "use self.world.local_rank",
     "global_rank": "use self.world.rank",
     "local_rank": "use self.world.local_rank",
     "world_size": "use self.world.size",
@@ -108,9 +147,66 @@ ATTRIBUTES_ELSEWHERE = {
     "state": "use self.progress",
     "epoch": "use self.current_epoch",
     "iteration": "use self.global_step",
-    "datamodule": "data come from configure_dataloaders()",
+    **dict.fromkeys(
+        ("datamodule", "train_dataloader", "val_dataloader", "get_train_dataloader", "get_eval_dataloader"),
+        "data come from configure_dataloaders()",
+    ),
+    **dict.fromkeys(
+        ("train_dataset", "eval_dataset", "data_collator", "tokenizer", "processing_class"),
+        "set it as an attribute before, for example in configure_dataloaders()",
+    ),
 }
 """Attributes of trainers of other frameworks, and what to use in their place."""
+
+_IN_A_SESSION = {
+    "prepare": "pass model=, optimizer= and data= to Session",
+    "clip_gradients": "set config.max_grad_norm or config.max_grad_value, which run.step() heeds",
+    "clip_grad_norm_": "set config.max_grad_norm, which run.step() heeds",
+    "gather_for_metrics": "return numbers from validation_step, where each row counts once, or use metrics=",
+    "lr_schedulers": "use run.schedulers[name]",
+    "lr_scheduler": "use run.schedulers[name]",
+    "scheduler": "use run.schedulers[name]",
+    "logger": "call run.log(), or use a tracker (trackers=)",
+    "loggers": "call run.log(), or use a tracker (trackers=)",
+    "add_callback": "pass callbacks=[...] to Session",
+    "trainer": "the session has its methods",
+    "accelerator": "the session has its methods: accumulate, backward, autocast, print, unwrap",
+    "load_state": "call run.restore() before the loop",
+    "fit": "write `for batch in run:`",
+    "train": "write `for batch in run:`",
+    "result": "it is set when the `with` block has been left",
+}
+"""The same for a `Session`, where it is different."""
+
+
+class OptimizersByName(dict[str, Optimizer]):
+    """The optimizers of a run, by the names of the attributes that hold them."""
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        """Raise, as Lightning's `self.optimizers()` is called here."""
+        names = [f"self.{name}" for name in self]
+        raise StepError(
+            "optimizers is a dict here, and not a method as in Lightning: use the attributes that "
+            f"configure_optimizers() set, {' and '.join(names) or 'such as self.optimizer'}, or "
+            "run.optimizers[name] in a Session"
+        )
+
+
+def advice_on_attribute(name: str, config_fields: Collection[str], *, in_session: bool) -> str | None:
+    """Return what to use in place of an attribute that a run does not have, or None if it is no known one.
+
+    Args:
+        name: of the attribute.
+        config_fields: the fields of the run's config.
+        in_session: whether the run is a `Session`, in place of a `Trainer`.
+    """
+    if in_session and name in _IN_A_SESSION:
+        return _IN_A_SESSION[name]
+    advice = ATTRIBUTES_ELSEWHERE.get(name)
+    if advice is None and name in config_fields:
+        advice = f"use self.config.{name}"
+    return advice.replace("self.", "run.") if advice is not None and in_session else advice
+
 
 ARGUMENTS_ELSEWHERE = {
     **dict.fromkeys(
@@ -234,10 +330,15 @@ def _names_used(cls: type, base: type) -> Iterator[str]:
     """Yield the names of attributes that the methods of a class use, and those of its bases up to `base`."""
     for each in cls.__mro__:
         if each is not base and not issubclass(base, each):
-            for value in vars(each).values():
-                function = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
-                if inspect.isfunction(function):
-                    yield from _names_in(function.__code__)
+            yield from names_used(each)
+
+
+def names_used(cls: type) -> Iterator[str]:
+    """Yield the names of attributes that the methods of a class use, without those of its bases."""
+    for value in vars(cls).values():
+        function = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+        if inspect.isfunction(function):
+            yield from _names_in(function.__code__)
 
 
 def _names_in(code: CodeType) -> Iterator[str]:

@@ -15,6 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 
 from headway.trainer.checkpoints.model_state import ModelState, OptimizerState
 from headway.trainer.checkpoints.store import Checkpoint, CheckpointStore
@@ -212,6 +213,13 @@ def test_keys_and_shapes_that_differ_are_named(tmp_path: Path) -> None:
         CheckpointError, match=r"models differ: not in the checkpoint: other; only in the checkpoint: net"
     ):
         load(nn.Linear(2, 3), "other")
+    pruned = prune.l1_unstructured(nn.Linear(2, 3), "weight", amount=0.5)
+    with pytest.raises(
+        CheckpointError, match=r"only in the checkpoint: weight\. torch\.nn\.utils\.prune.*prune\.identity"
+    ):
+        load(pruned)
+    with pytest.raises(CheckpointError, match=r"only in the checkpoint: weight\. A parametrization.*configure_models"):
+        load(nn.utils.parametrizations.weight_norm(nn.Linear(2, 3)))
 
 
 def test_a_module_may_change_in_place_what_it_loads(tmp_path: Path) -> None:

@@ -687,6 +687,16 @@ def test_an_iterable_cannot_be_cut_to_size() -> None:
     assert trainer.fit().metrics["validation/loss"] > 0
 
 
+def test_a_loader_that_a_package_has_prepared_for_its_ranks_cannot_be_cut_to_size() -> None:
+    from accelerate.data_loader import prepare_data_loader
+
+    prepared = prepare_data_loader(DataLoader(Rows(8), batch_size=4), num_processes=1, process_index=0)
+    with pytest.raises(
+        ConfigError, match=r"return the DataLoader without accelerator\.prepare\(\), .* DataLoaderShard"
+    ):
+        Brings(prepared, _config(max_epochs=1, global_batch_size=8)).fit()
+
+
 def test_a_resume_begins_the_epoch_of_an_iterable_again_and_says_so(tmp_path: Path) -> None:
     loader = DataLoader(Rows(20), batch_size=5, sampler=Backwards(20))
     config = _config(max_epochs=2)

@@ -26,6 +26,8 @@ OnEnd = Literal["repeat", "stop", "drop"]
 _DISCREPANCY = 16
 # Rows of each shard that are counted together in the search for the end of a source, at first and at most.
 _ROWS_AT_A_TIME, _MOST_ROWS_AT_A_TIME = 64, 4096
+# Rows of each shard beyond the end of any run.
+_ENDLESS = 2**40
 # The sources of the rows of this many batches are computed together, which is cheaper.
 _BATCHES_AT_A_TIME = 16
 
@@ -192,6 +194,11 @@ class MixturePlan:
         """Number of rows of the epoch."""
         return self.layout.rows
 
+    @property
+    def continues(self) -> bool:
+        """Whether each source continues in the next epoch where this one ends."""
+        return self.layout.on_end == "repeat"
+
     def samples(self, global_batch_size: int, *, offset: int = 0) -> int:
         """Return the offset at which an epoch resumed at `offset` ends, after the tail policy."""
         return self._frame.samples(global_batch_size, offset=offset)
@@ -219,14 +226,60 @@ class MixturePlan:
             parts: rows of a shard that a read of each source returns at most, see `split_reads`; None for all. None
                 given: all of every source.
         """
-        layout, shards = self.layout, np.arange(self.layout.shards)
+        return self._reads(
+            self._rows_of_shards(offset),
+            self._rows_of_shards(self.rows if end is None else end),
+            rank=rank,
+            world_size=world_size,
+            parts=parts,
+        )
+
+    def endless_reads(
+        self, *, rank: int, world_size: int, offset: int = 0, parts: Sequence[int | None] = ()
+    ) -> Iterator[Read]:
+        """Yield the reads of `reads`, and those of all following epochs; only if this epoch `continues`.
+
+        A fragment in which an epoch ends is read once for both epochs.
+        """
+        assert self.continues
+        begin = self._rows_of_shards(offset)
+        return self._reads(begin, begin + _ENDLESS, rank=rank, world_size=world_size, parts=parts)
+
+    def rows_after(self, offset: int, *, rank: int, world_size: int) -> list[tuple[int, int]]:
+        """Return how many rows of each of its shards a rank has from `offset` to the end of the epoch."""
+        begin, until = self._rows_of_shards(offset), self._rows_of_shards(self.rows)
+        first, last = shard_range(self.layout.shards, rank=rank, world_size=world_size)
+        return [
+            (source * self.layout.shards + shard, rows)
+            for shard in range(first, last)
+            for source, rows in enumerate(
+                (self._counts(shard, int(until[shard])) - self._counts(shard, int(begin[shard]))).tolist()
+            )
+            if rows
+        ]
+
+    def _rows_of_shards(self, offset: int) -> npt.NDArray[np.int64]:
+        """Return the row of each shard that comes next at an offset in the epoch."""
+        return self._first + self._frame.consumed(np.arange(self.layout.shards), offset)
+
+    def _reads(
+        self,
+        begin_rows: npt.NDArray[np.int64],
+        end_rows: npt.NDArray[np.int64],
+        *,
+        rank: int,
+        world_size: int,
+        parts: Sequence[int | None],
+    ) -> Iterator[Read]:
+        """Yield the reads of one rank, from a row of each shard to before another one."""
+        layout = self.layout
         first, last = shard_range(layout.shards, rank=rank, world_size=world_size)
         begin, until = np.zeros_like(layout.lengths), np.zeros_like(layout.lengths)
-        rows = [self._first + self._frame.consumed(shards, at) for at in (offset, self.rows if end is None else end)]
         for shard in range(first, last):
-            begin[:, shard], until[:, shard] = (self._counts(shard, int(each[shard])) for each in rows)
+            begin[:, shard] = self._counts(shard, int(begin_rows[shard]))
+            until[:, shard] = self._counts(shard, int(end_rows[shard]))
         # About which row of a shard takes row k of a source's shard.
-        places = np.array([*layout.interleave.starts, max(int(rows[1].max()), layout.interleave.starts[-1] + 1)])
+        places = np.array([*layout.interleave.starts, max(int(end_rows.max()), layout.interleave.starts[-1] + 1)])
         expected = np.array([layout.interleave.expected(int(each)) for each in places])
         needs = [
             self._source_reads(
@@ -308,8 +361,8 @@ class MixturePlan:
 
     @property
     def _first(self) -> int:
-        """Return the first row of each shard. With "repeat" an epoch continues where the one before ends."""
-        return self.epoch * (self.rows // self.layout.shards) if self.layout.on_end == "repeat" else 0
+        """Return the first row of each shard."""
+        return self.epoch * (self.rows // self.layout.shards) if self.continues else 0
 
     def _passes(self, source: int, shard: int, row: int) -> tuple[int, int]:
         """Return the pass of a row of a source's shard, and the row in it."""

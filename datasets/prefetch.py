@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import count, groupby, islice
+from itertools import chain, count, groupby, islice
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
@@ -114,6 +114,17 @@ class StreamSpec:
         (part,) = parts
         return reads if part is None else split_reads(reads, shards=self.shards, part=part, shift=0)
 
+    def reads_on(self, epoch: int, offset: int) -> Iterator[Iterable[Read]]:
+        """Return this rank's reads of an epoch from `offset` on and, in a training, of each epoch after it."""
+        plan = self.plan(epoch)
+        if isinstance(plan, MixturePlan) and plan.continues:
+            parts = [each.per_read for each in self.row_limits]
+            rank, world_size = self.shard.rank, self.shard.world_size
+            reads = plan.endless_reads(rank=rank, world_size=world_size, offset=offset, parts=parts)
+            return _cut(reads, plan.rows // world_size)  # about an epoch, whose last read may reach into the next one
+        following = count(epoch + 1) if self.shard.training else ()
+        return chain([self.reads(epoch, offset)], (self.reads(each, 0) for each in following))
+
     def job(self, read: Read) -> ReadJob:
         """Return the job of a read."""
         ranges = tuple((each.start, each.stop) for each in read.slices)
@@ -168,6 +179,18 @@ class StreamSpec:
         )
         wave *= -(-self.shards // self.shard.world_size)
         return min(wave, self.source.rows // self.shard.world_size, _BYTES_AHEAD // self.source.row_bytes)
+
+
+def _cut(reads: Iterable[Read], rows: int) -> Iterator[Iterable[Read]]:
+    """Cut endless reads into stretches of about so many rows."""
+    total = 0
+
+    def stretch(read: Read) -> int:
+        nonlocal total
+        total += read.rows
+        return (total - read.rows) // rows
+
+    return (same for _, same in groupby(reads, stretch))
 
 
 class Prefetcher:
@@ -255,14 +278,14 @@ class Prefetcher:
         def epochs() -> Iterable[int]:
             return count(epoch) if shard.training else (epoch,)
 
-        def jobs(of: int) -> Iterator[ReadJob]:
-            for one in spec.reads(of, offset if of == epoch else 0):
+        def jobs(reads: Iterable[Read]) -> Iterator[ReadJob]:
+            for one in reads:
                 asked.append(one)
                 yield spec.job(one)
 
         cuda = shard.device.type == "cuda"
         copies = torch.cuda.Stream(shard.device) if cuda else None  # type: ignore[no-untyped-call]
-        with closing(spec.rows(map(jobs, epochs()))) as rows:
+        with closing(spec.rows(map(jobs, spec.reads_on(epoch, offset)))) as rows:
             buffers = ShardBuffers(
                 *(asked, rows, spec.filler_row),
                 same_types=isinstance(spec.source, MixedSource),
@@ -271,7 +294,8 @@ class Prefetcher:
             )
             for each in epochs():
                 place = offset if each == epoch else 0
-                batches = spec.plan(each).batches(
+                plan = spec.plan(each)
+                batches = plan.batches(
                     rank=shard.rank,
                     world_size=shard.world_size,
                     global_batch_size=spec.global_batch_size,
@@ -287,9 +311,12 @@ class Prefetcher:
                     made = buffers.batches(some, names, pin_memory=cuda)
                     self._next_item = each, place
                     yield (made, None) if copies is None else _copy_to_device(made, shard.device, copies)
-                buffers.clear()
                 self._next_item = each + 1, 0
                 yield None
+                if isinstance(plan, MixturePlan) and plan.continues:
+                    buffers.skip(plan.rows_after(place, rank=shard.rank, world_size=shard.world_size))
+                else:
+                    buffers.clear()
 
 
 _Item: TypeAlias = tuple[list[GlobalBatch], "torch.cuda.Event | None"] | BaseException | None

@@ -63,6 +63,12 @@ class ShardBuffers:
         """Discard the rows that the tail policy dropped, before the next epoch's rows arrive."""
         self._buffers.clear()
 
+    def skip(self, shard_counts: Sequence[tuple[int, int]]) -> None:
+        """Discard the next rows of some shards; waits for those that have not arrived."""
+        for shard, rows in shard_counts:
+            for _ in self._take(shard, rows):
+                pass
+
     def batches(
         self, batches: Sequence[Batch], names: Sequence[Callable[[], Sequence[str]]], *, pin_memory: bool = False
     ) -> list[GlobalBatch]:

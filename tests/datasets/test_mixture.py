@@ -8,6 +8,7 @@ import os
 import resource
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -280,7 +281,7 @@ def sources(tmp_path: Path) -> dict[str, tuple[Any, float]]:
 
 def batches(data: Any, *, rank: int = 0, world_size: int = 1, epoch: int = 0, offset: int = 0, **options: Any) -> Any:
     engine = options.pop("engine", "threads")
-    stream = Stream(data, engine=engine, tail=options.pop("tail", "keep"))
+    stream = Stream(data, engine=engine, tail=options.pop("tail", "keep"), shards=options.pop("shards", None))
     stream.setup(shard_info(rank, world_size, **options))
     try:
         return list(stream.epoch(epoch, offset=offset))
@@ -349,6 +350,24 @@ def test_the_fingerprint_follows_sources_and_weights(sources: Any) -> None:
     )
     fewer = stream(Mixture({name: sources[name] for name in ("web", "code")}))
     assert fewer.explain_change(first.fingerprint) is None
+
+
+@pytest.mark.parametrize("tail", ["keep", "drop"])
+def test_a_row_group_in_which_an_epoch_ends_is_read_once_for_both_epochs(sources: Any, engine: str, tail: Any) -> None:
+    """Epochs of 128 rows in batches of 24, so that 8 are left. The sources have 130."""
+    data, rank = Mixture(sources, rows_per_epoch=128), {"rank": 1, "world_size": 2, "global_batch_size": 24}
+    stream = Stream(data, engine=engine, tail=tail, shards=8)  # type: ignore[arg-type]
+    stream.setup(shard_info(**rank))
+    assert stream._opened is not None
+    reads = [read for some in islice(stream._opened.reads_on(0, 0), 6) for read in some]
+    taken = Counter((read.order, each.shard) for read in reads for each in read.slices)
+    assert set(taken.values()) == {1}, "a shard gets its rows of a row group from one read"
+    seen = [batch for epoch in range(6) for batch in stream.epoch(epoch)]
+    stream.close()
+    fresh = [batch for epoch in range(6) for batch in batches(data, epoch=epoch, tail=tail, shards=8, **rank)]
+    assert [batch.micro_batches[0]["id"].tolist() for batch in seen] == [
+        batch.micro_batches[0]["id"].tolist() for batch in fresh
+    ]
 
 
 @pytest.mark.parametrize(
@@ -440,17 +459,17 @@ def test_rows_wait_on_disk_in_files_that_a_killed_process_leaves_no_trace_of(
     assert stream._opened is not None
     assert all(limit.in_memory for limit in stream._opened.row_limits)
     seen, files = [], []
-    for epoch in range(2):
+    for epoch in range(3):
         for batch in stream.epoch(epoch):
             seen.append(batch)
             files.append(open_files(folder))
             assert os.listdir(folder) == [], "the files have no names"
     stream.close()
-    assert 1 < max(files) < 20, "files whose rows have been used are removed"
+    assert 1 < max(files) < 30, "files whose rows have been used are removed; about 60 have been written"
     assert open_files(folder) == 0
     monkeypatch.setattr(memory_limits, "HELD_BYTES", 2**40)
     monkeypatch.setattr(memory_limits, "_MIXED_TIMES", 1000)
-    assert rows_of(seen) == rows_of([*batches(data), *batches(data, epoch=1)])
+    assert rows_of(seen) == rows_of([batch for epoch in range(3) for batch in batches(data, epoch=epoch)])
     assert open_files(folder) == 0
 
 

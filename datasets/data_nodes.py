@@ -35,14 +35,14 @@ class DataNodes:
     Args:
         tasks: number of tasks that run at a time.
         cpus: reserved for each, if the cluster has data nodes; 0 reserves none.
-        tell: log where the tasks run.
+        log_placement: log where the tasks run, when that changes.
     """
 
-    def __init__(self, tasks: int, cpus: float, *, tell: bool) -> None:
+    def __init__(self, tasks: int, cpus: float, *, log_placement: bool) -> None:
         import ray
         from ray.util import placement_group
 
-        self._tell, self._told = tell and cpus > 0, ""
+        self._logs_placement, self._logged = log_placement and cpus > 0, ""
         self._group: Any = None
         # Otherwise the autoscaler, which also runs in a Ray of one machine, would report an error to the user.
         if cpus and RESOURCE in ray.cluster_resources():
@@ -58,7 +58,7 @@ class DataNodes:
             return {}
         heads = sorted(node["NodeID"] for node in nodes if _HEAD in node["Resources"])
         reserved = sorted(self._reserved & {node["NodeID"] for node in nodes})
-        self._say(len(reserved))
+        self._log_placement(len(reserved))
         preferred = [f"in({','.join(reserved)})"] if reserved else []
         preferred += [f"!in({','.join(heads)})"] if heads else []
         selectors = [{_NODE_ID: each} for each in preferred] + [{}]
@@ -86,14 +86,14 @@ class DataNodes:
         about = placement_group_table(self._group)
         return set(about["bundles_to_node_id"].values()) if about["state"] == "CREATED" else set()
 
-    def _say(self, nodes: int) -> None:
+    def _log_placement(self, nodes: int) -> None:
         line = (
             f"reading tasks run on {nodes} data node{'s'[: nodes > 1]}"
             if nodes
             else f"no CPU of a data node (resource {RESOURCE!r}) is free for reading: reading tasks share the CPUs of "
             "other nodes"
         )
-        if self._tell and line != self._told:
-            self._told = line
+        if self._logs_placement and line != self._logged:
+            self._logged = line
             # A cluster without data nodes is nothing to warn of.
             logger.log(logging.INFO if nodes or self._group is None else logging.WARNING, "%s", line)

@@ -87,7 +87,7 @@ def read_with_ray(
     ahead_rows: int,
     row_bytes: int,
     cpus: float = 0,
-    tell: bool = False,
+    log_placement: bool = False,
 ) -> Generator[Rows, None, None]:
     """Yield the rows of each job in order, read ahead by tasks of Ray Data.
 
@@ -98,12 +98,12 @@ def read_with_ray(
         ahead_rows: rows to read ahead.
         row_bytes: approximate size of a row.
         cpus: CPUs of data nodes to reserve for each reader.
-        tell: log where the tasks run.
+        log_placement: log where the tasks run.
     """
     rows_per_task = max(1, _TASK_BYTES // row_bytes)
     tasks = _tasks(epochs, rows_per_task)
     ahead = 1 + ahead_rows // rows_per_task
-    nodes = DataNodes(readers, cpus, tell=tell)
+    nodes = DataNodes(readers, cpus, log_placement=log_placement)
     current: _Execution | None = None
     following: _Execution | None = None
     try:

@@ -153,7 +153,7 @@ class StreamSpec:
                 ahead_rows=self.ahead_rows,
                 row_bytes=self.source.row_bytes,
                 cpus=self.reader_cpus,
-                tell=self.shard.rank == 0 and self.shard.training,
+                log_placement=self.shard.rank == 0 and self.shard.training,
             )
         return read_with_threads(epochs, transforms=self.transforms, readers=self.readers, ahead_rows=self.ahead_rows)
 

@@ -267,8 +267,8 @@ def _conflict(experiment: Experiment, refused: list[Difference]) -> str:
     lines = "\n".join(f"  {change.path}: {change.before} -> {change.after}" for change in refused)
     return (
         f"the run {experiment.name} was started with another config:\n{lines}\n"
-        "Use another name (name=...), revert the changes, or pass --accept-changes. "
-        f"The run is in {experiment.run_dir}"
+        "Use another name (name=...), revert the changes, or accept them (--accept-changes, in Python "
+        f"accept_changes=True). The run is in {experiment.run_dir}"
     )
 
 

@@ -65,7 +65,7 @@ def test_on_one_machine_reading_needs_no_free_cpu(
 def test_a_reservation_of_a_ray_that_is_gone_is_released(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0, RESOURCE: 1.0})
-        nodes = DataNodes(1, 1, tell=True)
+        nodes = DataNodes(1, 1, log_placement=True)
     assert nodes.task_options() == {}
     (state,) = (
         each["state"]

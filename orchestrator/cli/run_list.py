@@ -37,7 +37,7 @@ def print_runs(storage: str) -> None:
         rows = [("NAME", "STATUS", "STEPS", "LOSS", "ATTEMPTS", "STARTED", "TOOK"), *map(_row, runs)]
         print(format_table(rows, right=("STEPS", "LOSS", "ATTEMPTS", "TOOK")))
     elif not sweeps:
-        print(f"no runs in {absolute(storage)}")
+        print(f"no runs of `headway fit` in {absolute(storage)}")
 
 
 def format_elapsed(run: Run) -> str:

@@ -17,6 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
+from headway.trainer.config import FIELDS_ELSEWHERE, TrainerConfig
 from headway.trainer.errors import ConfigError
 from headway.trainer.loop.progress import Duration
 from headway.trainer.redaction import REDACTED, is_secret_field, redact_value
@@ -319,6 +320,11 @@ def _known_fields(
 
 def _unknown(cls: type[Any], key: str, path: str, names: list[str], sections: Mapping[str, Any]) -> str:
     text = f"{_at(path, key)}: {cls.__name__} has no field {key!r}"
+    for place, section in ((path, cls), *((_at(path, name), sections.get(name)) for name in names)):
+        if isinstance(section, type) and issubclass(section, TrainerConfig):
+            field = FIELDS_ELSEWHERE.get(key)
+            if field in {each.name for each in _settable(section)}:
+                return f"{text}; did you mean {_at(place, str(field))}?"
     if near := difflib.get_close_matches(key, names, n=1, cutoff=0.6):
         return f"{text}; did you mean {_at(path, near[0])}?"
     # The field may belong to another section.

@@ -217,8 +217,14 @@ def _named(module: ModuleType, name: str, target: str) -> Any:
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            names = [each for each in vars(module) if not each.startswith("_")]
-            raise ConfigError(f"{target}: there is no {name!r}{_did_you_mean(name, names)}")
+            public = {each: value for each, value in vars(module).items() if not each.startswith("_")}
+            own = [
+                each
+                for each, value in public.items()
+                if isinstance(value, Experiment) or getattr(value, "__module__", None) == module.__name__
+            ]
+            there = f"; there is {', '.join(own)}" if own else ""
+            raise ConfigError(f"{target}: there is no {name!r}{_did_you_mean(name, list(public)) or there}")
         found = getattr(found, part)
     return found
 

@@ -360,6 +360,11 @@ def find_run(name: str, storage: str) -> Run:
     try:
         return Run(join(place, name))
     except ConfigError:
+        if "checkpoints" in Folder(join(place, name)).folders():
+            raise ConfigError(
+                f"{join(place, name)} has no record, because it was trained without `headway fit`: see its "
+                f"metrics.jsonl, and `headway checkpoints ls {name}`"
+            ) from None
         names = [run.record.name for run in list_runs(place)]
         raise ConfigError(
             f"there is no run {name!r} in {place}; existing runs: {', '.join(names[:10]) or 'none'}"

@@ -170,7 +170,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     state = estimate.optimizer_bytes
     for name, kind in estimate.optimizers.items():
         yield name, kind
-    yield "batch", _batch(plan.experiment)
+    yield "batch", _batch(plan.experiment, plan.estimate.train)
     dropped = f", {estimate.train.dropped:,} left out" if estimate.train.dropped else ""
     yield (
         "data",
@@ -215,14 +215,14 @@ def _strategy(experiment: Experiment) -> str:
     return parallel.strategy + over + ("; compiled" if parallel.compile else "")
 
 
-def _batch(experiment: Experiment) -> str:
+def _batch(experiment: Experiment, data: DataSize) -> str:
     config, scaling = experiment.config, experiment.scaling
     if config.global_batch_size is None:
         return f"batches of the data, {config.gradient_accumulation_steps:,} on each rank per step"
     shares = []
     for workers in sorted({scaling.min_workers, scaling.max_workers}):
         share = math.ceil(config.global_batch_size / workers)
-        micro = min(config.micro_batch_size or share, share)
+        micro = min(config.micro_batch_size or data.micro_batch_size or share, share)
         passes = _many(math.ceil(share / micro), "micro-batch", "micro-batches")
         shares.append(f"on each of {_many(workers, 'rank')} {passes} of at most {micro:,}")
     return f"{_many(config.global_batch_size, 'sample')} per step: {', '.join(shares)}"

@@ -114,6 +114,11 @@ class LoaderStream:
         return not self._loader.num_workers
 
     @property
+    def micro_batch_size(self) -> int:
+        """Maximum rows of one forward pass: those of the config, or else of a batch of the loader."""
+        return self._micro_batch_size
+
+    @property
     def samples_per_step(self) -> int:
         """Rows of one update over all ranks."""
         return self._global_batch_size

@@ -206,7 +206,8 @@ class ShardInfo:
     Attributes:
         rank, world_size: select this rank's part of every global batch.
         global_batch_size: samples per update over all ranks; None for the loader's batch size.
-        micro_batch_size: maximum samples per forward pass; None for the rank's whole part of the update.
+        micro_batch_size: maximum samples per forward pass; None for a batch of the loader, or without a loader the
+            rank's whole part of the update.
         accumulation: micro-batches per update, for loaders that form their own batches.
         seed: seed of the order of the data; the same on all ranks.
         device: the batches' device.

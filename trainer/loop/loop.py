@@ -177,7 +177,13 @@ class Loop:
         self._assigned_data = AssignedData(self._ctx.models)
         if self._checks_changes:
             self._first_checks = RefuseLostChanges(self._ctx.models.values())
-        has_work = reached_limit(self._config, self._progress) is None or self._progress.is_closing
+        limit = reached_limit(self._config, self._progress)
+        has_work = limit is None or self._progress.is_closing
+        if not has_work and self._resumed_from is not None:
+            self._ctx.print(
+                f"nothing is left to train: {limit} at step {self._progress.step}. To continue, raise the limit; "
+                "to start over, use another run_dir"
+            )
         if has_work:
             self._state.check_storage()
             self._warn_if_data_is_endless()

@@ -54,6 +54,8 @@ class DataSize:
     Attributes:
         samples, steps: over all ranks; None if unknown.
         dropped: samples that do not fill a global batch, and are left out of the pass.
+        micro_batch_size: maximum samples in one forward pass of one rank; None if only its part of the update limits
+            them, or unknown.
         guarantee: how exactly a resumed run finds its position: see `BatchStream`.
         fingerprint: identifies the data; None if that would require reading it.
     """
@@ -61,6 +63,7 @@ class DataSize:
     samples: int | None
     steps: int | None
     dropped: int
+    micro_batch_size: int | None
     guarantee: str
     fingerprint: str | None
 
@@ -238,6 +241,7 @@ def _data_size(stream: BatchStream) -> DataSize:
         samples=stream.samples_in_epoch(0),
         steps=stream.steps_in_epoch(0),
         dropped=stream.dropped_in_epoch(0) if isinstance(stream, HasDroppedTail) else 0,
+        micro_batch_size=getattr(stream, "micro_batch_size", None),
         guarantee=stream.guarantee,
         fingerprint=stream.fingerprint,
     )

@@ -111,7 +111,10 @@ def test_overrides_come_from_the_environment_and_the_line_wins(
 
 
 def test_runs_are_a_table_and_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert run(capsys, "runs", "--storage", str(tmp_path))[1].replace("\n", "") == f"no runs in {tmp_path}"
+    assert (
+        run(capsys, "runs", "--storage", str(tmp_path))[1].replace("\n", "")
+        == f"no runs of `headway fit` in {tmp_path}"
+    )
     experiment = Experiment(name="one", trainer=TinyTrainer, config=TinyConfig(), storage=str(tmp_path))
     open_run(experiment).run.update(status="completed", steps=1234, metrics={"validation/loss": 0.25}, attempts=2)
     code, out, _ = run(capsys, "runs", "--storage", str(tmp_path))

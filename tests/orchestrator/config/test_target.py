@@ -72,6 +72,7 @@ def test_a_function_returns_an_experiment(tmp_path: Path) -> None:
     [
         ("class B(A): pass", "", "has A, B: choose one, as in .*:A"),
         ("", ":AConfg", "there is no 'AConfg'; did you mean AConfig"),
+        ("", ":Other", "there is no 'Other'; there is AConfig, A$"),
         ("x = 1", ":x", "is a int: a target must be an Experiment"),
         ("del A", "", "neither an Experiment nor a Trainer class"),
     ],

@@ -294,6 +294,9 @@ def test_runs_are_listed_the_last_started_first(tmp_path: Path) -> None:
     assert list_runs(str(tmp_path / "nowhere")) == []
     with pytest.raises(ConfigError, match="there is no run 'd' in .*; existing runs: c, b, a"):
         find_run("d", str(tmp_path))
+    (tmp_path / "d/checkpoints/step-00000001").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="d has no record, because it was trained without `headway fit`"):
+        find_run("d", str(tmp_path))
 
 
 @pytest.mark.parametrize("place", ["/dev/null/runs", "/proc/runs", "nosuchscheme://bucket/runs"])

@@ -93,6 +93,14 @@ def test_a_plan_is_read_by_people(tmp_path: Path) -> None:
     assert "per rank: weights 546 B + gradients 420 B + optimizer 852 B + gathered" in text
 
 
+def test_a_batch_of_the_loader_is_a_micro_batch_unless_the_config_has_one(tmp_path: Path) -> None:
+    planned = experiment(tmp_path, workers=1, max_steps=1, micro_batch_size=None, batch_size=8)
+    assert "  batch        16 samples per step: on each of 1 rank 2 micro-batches of at most 8" in str(plan(planned))
+    trainer = TinyTrainer(planned.config, world=World.single("cpu"))
+    trainer.fit()
+    assert trainer.micro_batches_seen == 2
+
+
 def test_memory_follows_the_strategy(tmp_path: Path) -> None:
     def memory(**parallel: Any) -> Any:
         return plan(experiment(tmp_path, workers=4, parallel=ParallelConfig(**parallel))).estimate.memory

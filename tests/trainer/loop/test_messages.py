@@ -46,6 +46,14 @@ def test_without_any_handler_messages_are_printed_once(capsys: pytest.CaptureFix
     assert (out.count("hello from"), err) == (1, "")
 
 
+def test_a_start_without_anything_left_to_train_says_so(tmp_path: Path) -> None:
+    lines: list[str] = []
+    for limit in (1, 1, 2):
+        TinyTrainer(TinyConfig(max_steps=limit), run_dir=tmp_path, printer=lines.append).fit()
+    text = "nothing is left to train: max_steps=1 reached at step 1. To continue, raise the limit; to start over"
+    assert [line for line in lines if line.startswith("nothing")] == [f"{text}, use another run_dir"]
+
+
 def test_several_values_are_printed_as_by_print(capsys: pytest.CaptureFixture[str]) -> None:
     TinyTrainer(TinyConfig(max_steps=1)).print("steps", 3, None)
     assert capsys.readouterr().out == "steps 3 None\n"

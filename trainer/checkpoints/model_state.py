@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ..distributed.dtensor import strip_wrappers, to_local
 from ..errors import CheckpointError, ConfigError
+from .format.plain_values import iter_tensors
 
 # Name components added by wrappers. DDP, which wraps the whole model, is removed as a module instead.
 _CHECKPOINTED, _COMPILED = "_checkpoint_wrapped_module", "_orig_mod"
@@ -179,10 +180,13 @@ class OptimizerState:
         """Return the optimizer's state dict, with parameter names in place of indices."""
         names = self._parameter_names()
         state = self._optimizer.state_dict()
+        values = {names[key] if isinstance(key, int) else key: value for key, value in state["state"].items()}
+        strides = _unusual_strides(values)
         return {
             **state,
             "class": type(self._optimizer).__name__,
-            "state": {names[key] if isinstance(key, int) else key: value for key, value in state["state"].items()},
+            "state": values,
+            **({"strides": strides} if strides else {}),
             "param_groups": [
                 {**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]
             ],
@@ -226,7 +230,10 @@ class OptimizerState:
             held = [next(names) for _ in live["params"]]
             _compare(f"parameters of group {index} of optimizer {self._name!r}", saved["params"], held)
             groups.append({**saved, "params": [numbers[name] for name in held]})
-        by_number = {numbers.get(name, name): value for name, value in state["state"].items()}
+        strides = state.get("strides", {})
+        values = _with_strides(state["state"], strides) if strides else state["state"]
+        state = {**{key: value for key, value in state.items() if key != "strides"}, "state": values}
+        by_number = {numbers.get(name, name): value for name, value in values.items()}
         self._optimizer.load_state_dict({**state, "state": by_number, "param_groups": groups})
         for name, values in state["state"].items():
             if name in parameters:
@@ -249,6 +256,33 @@ class OptimizerState:
     def _parameters_by_name(self) -> dict[str, nn.Parameter]:
         held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         return dict(zip(self._parameter_names(), held, strict=True))
+
+
+def _unusual_strides(state: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return the strides of the tensors whose dimensions lie in memory in another order, by path.
+
+    A product with such a matrix, as of eigenvectors in Shampoo and SOAP, is rounded otherwise than with a copy in the
+    usual order.
+    """
+    return {
+        "/".join(path): list(torch.empty_like(tensor, device="meta").stride())
+        for path, tensor in iter_tensors(state)
+        if not isinstance(tensor, DTensor) and not tensor.is_contiguous()
+    }
+
+
+def _with_strides(value: Any, strides: Mapping[str, list[int]], path: tuple[str, ...] = ()) -> Any:
+    """Return nested state whose tensors have the given strides, by path."""
+    if isinstance(value, torch.Tensor):
+        wanted = strides.get("/".join(path))
+        if wanted is None or isinstance(value, DTensor):
+            return value
+        return torch.empty_strided(value.shape, wanted, dtype=value.dtype, device=value.device).copy_(value)
+    if type(value) is dict:
+        return {key: _with_strides(each, strides, (*path, str(key))) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_strides(each, strides, (*path, str(index))) for index, each in enumerate(value))
+    return value
 
 
 def unwrapped_state_dict(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:

@@ -217,3 +217,30 @@ def _step_by_others(world: World, folder: str) -> dict[str, torch.Tensor]:
 def test_an_optimizer_draws_the_same_numbers_on_all_ranks(tmp_path: Path) -> None:
     one, other = run_on_ranks(_step_by_others, 2, str(tmp_path))
     torch.testing.assert_close(one, other, atol=0, rtol=0)
+
+
+class Rotates(SGD):
+    """Keeps eigenvectors, whose memory is in the order of columns, as Shampoo and SOAP."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            if p.dim() == 2:
+                bases = self.state[p].setdefault("bases", [torch.linalg.eigh(p.grad @ p.grad.T).eigenvectors])
+                p.sub_(bases[0] @ (bases[0].T @ p.grad), alpha=0.1)
+
+
+class TrainsByRotations(TrainsBy):
+    optimizer_class = Rotates
+
+
+def test_state_in_another_order_of_memory_is_restored_in_that_order(tmp_path: Path) -> None:
+    whole = TrainsByRotations(_config(width=33), world=ALONE)
+    whole.fit()
+    TrainsByRotations(_config(width=33), world=ALONE, run_dir=tmp_path / "run", callbacks=[StopAt(3)]).fit()
+    resumed = TrainsByRotations(_config(width=33), world=ALONE, run_dir=tmp_path / "run")
+    resumed.fit()
+    (basis,) = resumed.optimizer.state[resumed.model.first.weight]["bases"]
+    assert basis.stride() == (1, 33)
+    torch.testing.assert_close(weights(resumed), weights(whole), atol=0, rtol=0)

@@ -42,11 +42,13 @@ def stop_run(name: str, storage: str, *, now: bool = False, within_s: float | No
         saves = "save a checkpoint of each trial and stop" if isinstance(found, Sweep) else "save a checkpoint and stop"
         return f"{name} was asked to {'stop immediately' if now else saves}"
     heartbeat, changed_s = found.record.driver.heartbeat, time.monotonic()
-    while _is_running(found) and time.monotonic() - changed_s < SILENT_S:
-        time.sleep(0.2 if found.folder.is_local else 2.0)
-        found = _reload(found)
+    while _is_running(found):
         if found.record.driver.heartbeat != heartbeat:
             heartbeat, changed_s = found.record.driver.heartbeat, time.monotonic()
+        elif time.monotonic() - changed_s >= SILENT_S and found.record.driver.process.is_alive() is None:
+            return f"{name} may have ended: its driver has written nothing for {SILENT_S:.0f} s; {_summary(found)}"
+        time.sleep(0.2 if found.folder.is_local else 2.0)
+        found = _reload(found)
     return f"{name} has ended: {_summary(found)}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from headway.orchestrator.train.signals import StopSignals
 from headway.orchestrator.train.worker_group import run_worker_group
 from headway.trainer import Duration
 from headway.trainer.errors import ConfigError
-from tests.orchestrator.runs.test_run import experiment, left_by_a_dead_driver
+from tests.orchestrator.runs.test_run import claim_as, experiment, left_by_a_dead_driver, of_pid
 
 
 @pytest.fixture(autouse=True)
@@ -188,6 +189,29 @@ def test_the_driver_leaves_where_nothing_is_left_to_wait_for(
     assert (read_stop_request(run.folder) or StopRequest(reason="")).abort == (
         "immediately" in str(leaves) or waited_s > 0
     )
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_waiting_for_a_silent_driver_ends_only_if_its_process_cannot_be_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr("headway.orchestrator.runs.stop.SILENT_S", 0.1)
+    run = open_run(experiment(tmp_path)).run
+    with subprocess.Popen(["sleep", "60"]) as driver:
+        process = of_pid(driver.pid)
+        claim_as(run, process if where == "here" else replace(process, host="another-machine"))
+        waiting = threading.Timer(1.0, driver.kill)
+        waiting.start()
+        answer = stop_run("tiny", str(tmp_path), wait=True)
+        ended = not waiting.is_alive()
+        driver.kill()
+    if where == "here":
+        assert ended
+        assert "tiny has ended: interrupted" in answer
+        assert "is gone" in answer
+    else:
+        assert not ended
+        assert "tiny may have ended: its driver has written nothing for 0 s; running" in answer
 
 
 def test_a_sweep_is_asked_in_its_folder_and_one_that_has_ended_is_left_alone(tmp_path: Path) -> None:

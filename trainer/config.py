@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from numbers import Real
 from typing import Any, Literal, Self, TypeVar, get_args
 
 from .checkpoints.retention import Mode, Retention, warn_of_mode
@@ -293,8 +294,8 @@ class LossSpikeConfig(_NamesTheNearest):
     max_rollbacks: int = 3
 
     def __post_init__(self) -> None:
-        if not self.factor > 0:
-            raise ConfigError(f"factor must be > 0, got {self.factor}")
+        if not _is_positive(self.factor):
+            raise ConfigError(f"factor must be > 0, got {self.factor!r}")
         if not isinstance(self.window, int) or self.window < 5:
             raise ConfigError(f"window must be an integer >= 5, got {self.window!r}")
         _positive("max_rollbacks", self.max_rollbacks, optional=False)
@@ -436,8 +437,8 @@ class TrainerConfig(_NamesTheNearest):
         for name in ("max_non_finite", "max_non_finite_total"):
             _positive(name, getattr(self, name), optional=False)
         for name in ("max_grad_norm", "max_grad_value"):
-            if (limit := getattr(self, name)) is not None and not limit > 0:
-                raise ConfigError(f"{name} must be > 0, got {limit}; leave it out for no clipping")
+            if (limit := getattr(self, name)) is not None and not _is_positive(limit):
+                raise ConfigError(f"{name} must be > 0, got {limit!r}; leave it out for no clipping")
         if self.log_every.unit == "seconds":
             raise ConfigError(
                 f"log_every must be in steps or epochs, got {self.log_every}: ranks would flush at different steps"
@@ -522,6 +523,10 @@ def _positive(name: str, value: Any, *, optional: bool = True) -> None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name} must be an integer >= 1, got {value!r}")
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, Real) and float(value) > 0
 
 
 def _one_of(name: str, value: Any, choices: Any) -> None:

@@ -48,6 +48,7 @@ def test_a_config_is_frozen_pickles_and_compares() -> None:
         (TrainerConfig, {"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be an integer >= 1"),
         (TrainerConfig, {"gradient_accumulation_steps": None}, "gradient_accumulation_steps must be an integer >= 1"),
         (TrainerConfig, {"max_grad_norm": 0}, "max_grad_norm must be > 0, got 0; leave it out"),
+        (TrainerConfig, {"max_grad_norm": "1.0"}, "max_grad_norm must be > 0, got '1.0'; leave it out"),
         (TrainerConfig, {"max_grad_norm": float("nan")}, "max_grad_norm must be > 0, got nan"),
         (TrainerConfig, {"precision": "fp8"}, "precision must be one of fp32, bf16, fp16, bf16-true, got 'fp8'"),
         (TrainerConfig, {"max_grad_value": -1.0}, "max_grad_value must be > 0, got -1.0; leave it out"),

@@ -158,9 +158,20 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     except OSError as error:
         what = f"{there} is not a checkpoint: it needs a {MANIFEST} ({type(error).__name__}: {error})"
         with contextlib.suppress(OSError):
+            if (newest := _last_inside(there)) is not None:
+                what = f"{there} is not a checkpoint, but has some in it: name one of them, such as {newest}"
             if aside := storage.replaced(name):
                 what = (
                     f"there is no {there}: a save that was to replace it was interrupted. The earlier checkpoint is "
                     f"{storage.path_of(aside[0])}: rename it to {name}"
                 )
         raise CheckpointError(what) from error
+
+
+def _last_inside(path: str) -> str | None:
+    """Return the path of the last checkpoint in the folder of a run, or in its folder of checkpoints; None: no such."""
+    for folder in (path, f"{path.rstrip('/')}/checkpoints"):
+        storage = open_storage(folder)
+        if names := [name for name in storage.names() if name.startswith("step-") and storage.committed(name)]:
+            return storage.path_of(max(names))
+    return None

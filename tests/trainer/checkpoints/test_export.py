@@ -214,6 +214,11 @@ def test_a_checkpoint_that_is_damaged_or_none_is_not_exported(tmp_path: Path) ->
         export_safetensors(checkpoint, tmp_path / "x.safetensors")
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
         load_weights(tmp_path / "nothing")
+    for folder in (tmp_path, tmp_path / "checkpoints"):
+        with pytest.raises(
+            CheckpointError, match=f"{folder} is not a checkpoint, but has some in it: .*step-00000003$"
+        ):
+            load_weights(folder)
     assert not (tmp_path / "x.safetensors").exists()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from .step.lr_stepping import Interval
 from .step.precision import LossScaler, ScalesLoss
 from .trackers.base import Tracker
 
+T = TypeVar("T")
 Models = nn.Module | Mapping[str, nn.Module]
 
 
@@ -125,10 +126,10 @@ class Session(ActiveRun):
             raise ConfigError(f"config must be a TrainerConfig (or a subclass), got {config!r:.80}")
         made_by = getattr(optimizer, "func", optimizer)
         if isinstance(made_by, Optimizer) or (isinstance(made_by, type) and issubclass(made_by, Optimizer)):
+            name = getattr(made_by, "__name__", type(made_by).__name__)
             raise ConfigError(
-                "optimizer must be a function from the model to an optimizer, because it is called after sharding: "
-                f"optimizer=lambda model: {getattr(made_by, '__name__', type(made_by).__name__)}(model.parameters(), "
-                f"...), got {optimizer!r:.60}"
+                f"optimizer must be a function from the model to an optimizer, got {name}: it is called after "
+                f"sharding, so pass optimizer=lambda model: {name}(model.parameters(), ...)"
             )
         if validation is not None and validation_step is None:
             raise ConfigError("validation data needs validation_step, a function (run, batch) that returns the loss")
@@ -179,29 +180,18 @@ class Session(ActiveRun):
         """The model, wrapped and sharded: call it for a forward pass.
 
         Raises:
-            ConfigError: there are several; use `models`.
+            ConfigError: there is none yet, or there are several; use `models`.
         """
-        models = self._engine.models
-        if len(models) != 1:
-            raise ConfigError(
-                f"the run has {len(models)} models ({', '.join(models) or 'before setup'}): use run.models[name]"
-            )
-        return next(iter(models.values()))
+        return _only(self._engine.models, "model")
 
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer, for example to set its learning rate; `step` steps it.
 
         Raises:
-            ConfigError: there are several; use `optimizers`.
+            ConfigError: there is none yet, or there are several; use `optimizers`.
         """
-        optimizers = self._engine.optimizers
-        if len(optimizers) != 1:
-            raise ConfigError(
-                f"the run has {len(optimizers)} optimizers ({', '.join(optimizers) or 'before setup'}): use "
-                "run.optimizers[name]"
-            )
-        return next(iter(optimizers.values()))
+        return _only(self._engine.optimizers, "optimizer")
 
     def __enter__(self) -> Session:
         self._has_started = self._has_finished = False
@@ -318,6 +308,15 @@ class Session(ActiveRun):
             self.result = self._engine.loop.finish()
             self._has_finished = True
         return self.result
+
+
+def _only(found: Mapping[str, T], kind: str) -> T:
+    """Return the only model or the only optimizer of a run, given all by name."""
+    if not found:
+        raise ConfigError(f"the run has no {kind} yet: use run.{kind} inside `with Session(...) as run:`")
+    if len(found) > 1:
+        raise ConfigError(f"the run has {len(found)} {kind}s ({', '.join(found)}): use run.{kind}s[name]")
+    return next(iter(found.values()))
 
 
 class _Functions:

@@ -309,11 +309,24 @@ def test_a_loop_that_leaves_something_out_is_told_what(body: Any, message: str) 
         ({"max_epochs": None}, {}, "max_epochs"),
         ({}, {"model": lambda: None}, "model"),
         ({}, {"optimizer": lambda model: None}, "optimizer"),
+        (
+            {},
+            {"optimizer": torch.optim.SGD},
+            r"got SGD: .* pass optimizer=lambda model: SGD\(model.parameters\(\), ...\)$",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_by_its_name(changes: Any, options: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         train(session(config_of(**changes), **options))
+
+
+def test_the_model_and_the_optimizer_exist_inside_the_block() -> None:
+    run = session()
+    with pytest.raises(ConfigError, match="the run has no model yet: use run.model inside `with Session"):
+        _ = run.model
+    with pytest.raises(ConfigError, match="the run has no optimizer yet: use run.optimizer inside `with Session"):
+        _ = run.optimizer
 
 
 def test_hooks_get_the_session_and_averages_are_evaluated(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from ..config import ParallelConfig, Precision
 from ..errors import ConfigError, StepError
 from ..private_torch import function_of
 from .ddp import COPIED
-from .world import World
+from .world import NOT_SENT_BY_GLOO, World
 
 _CHANGE_NO_VALUES = ("requires_grad_", "share_memory_")
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -45,8 +45,9 @@ def shard_fully(
     """Shard a model by FSDP2, in place. Every rank must call this.
 
     Scalars and complex parameters stay whole on every rank, and so do parameters of another dtype than the others of
-    their module: FSDP2 shards none of them. Their gradients are averaged before the optimizer steps, see
-    `whole_parameters`.
+    their module, or of one that gloo does not send: FSDP2 shards none of them. Nor would it ever gather those of a
+    `ParameterList`, or of another module that is not called. Their gradients are averaged before the optimizer steps,
+    see `whole_parameters`.
 
     Args:
         model: on the meta device, or with the same weights on every rank.
@@ -78,8 +79,13 @@ def shard_fully(
     roots = callable_roots(model)
     # By default torch leaves a root gathered, since its backward pass comes next; that of a frozen model never comes.
     reshards_root = None if any(parameter.requires_grad for parameter in model.parameters()) else True
+    for parameter in model.parameters():
+        if not parameter.is_contiguous() and not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.contiguous()  # torch shards no others
     for module in (*reversed(blocks), *(each for each in roots if not any(each is block for block in blocks))):
-        whole = _not_shardable(module)
+        whole = _not_shardable(module, over_gloo=mesh.device_type == "cpu")
+        if not _is_called(module):
+            whole.update(module.parameters(recurse=False))
         for apart in _of_another_dtype(module, casts, whole):
             fully_shard(apart, mesh=mesh, mp_policy=as_is, offload_policy=offload, ignored_params=whole)
         try:
@@ -96,6 +102,10 @@ def shard_fully(
                 f"torch cannot shard {type(module).__name__} as a unit ({error}): name the classes of the blocks in "
                 "parallel.shard_modules"
             ) from error
+
+
+def _is_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or bool(_own_methods(type(module)))
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -162,15 +172,19 @@ def reduce_unused(models: Iterable[nn.Module]) -> None:
         root.set_reduce_scatter_unused_params(True)
 
 
-def _not_shardable(unit: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters of a unit that cannot be sharded: scalars, empty and complex ones, and unlike dtypes.
+def _not_shardable(unit: nn.Module, *, over_gloo: bool) -> set[nn.Parameter]:
+    """Return the parameters of a unit that cannot be sharded: scalars, empty and complex ones, and some dtypes.
 
     Adam updates a complex `DTensor` through a copy, and leaves it as it is. Dtypes are compared within a module.
     """
     found: set[nn.Parameter] = set()
     for module in unit.modules():
         own = [parameter for parameter in module.parameters(recurse=False) if not isinstance(parameter, DTensor)]
-        shardable = [p for p in own if p.dim() and p.numel() and not p.is_complex()]
+        shardable = [
+            p
+            for p in own
+            if p.dim() and p.numel() and not p.is_complex() and not (over_gloo and p.dtype in NOT_SENT_BY_GLOO)
+        ]
         found.update(p for p in own if not shardable or p.dtype != shardable[0].dtype or not p.dim() or not p.numel())
     return found
 

@@ -87,7 +87,7 @@ def replicate(model: nn.Module, config: ParallelConfig, world: World, *, gradien
             then they are tensors of their own, for one more copy, and not views of the buffers that DDP reduces.
 
     Raises:
-        ConfigError: gloo does not send a buffer of this dtype.
+        ConfigError: gloo does not send a parameter or buffer of this dtype.
     """
     trains = any(parameter.requires_grad for parameter in model.parameters())
     if world.size == 1 or config.strategy != "ddp" or not trains or is_sharded(model):
@@ -105,12 +105,13 @@ def replicate(model: nn.Module, config: ParallelConfig, world: World, *, gradien
             find_unused_parameters=config.find_unused_parameters,
         )
     except RuntimeError as error:
-        unsent = [(name, each.dtype) for name, each in model.named_buffers() if each.dtype in NOT_SENT_BY_GLOO]
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        unsent = [(name, each.dtype) for name, each in tensors if each.dtype in NOT_SENT_BY_GLOO]
         if not unsent or "Invalid scalar type" not in str(error):
             raise
         name, dtype = unsent[0]
         raise ConfigError(
-            f"parallel.strategy='ddp' broadcasts buffers, but gloo does not send {name!r} of dtype {dtype}: keep it in "
+            f"parallel.strategy='ddp' broadcasts weights, but gloo does not send {name!r} of dtype {dtype}: keep it in "
             "another dtype, such as int32 or bfloat16, or use parallel.strategy='fsdp', which sends its bytes"
         ) from error
     if world.size > 2:  # the sum of two is the same in any order

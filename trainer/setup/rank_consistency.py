@@ -99,7 +99,8 @@ def check_weights(world: World, models: Mapping[str, nn.Module]) -> None:
         for name, value in parameters.items()
         if not value.is_meta and value.is_floating_point()
     }
-    finite = [torch.isfinite(value).all() for value in floating.values()]
+    # Torch has no isfinite for float8, whose dtypes have one byte.
+    finite = [torch.isfinite(value if value.itemsize > 1 else value.float()).all() for value in floating.values()]
     verdicts = torch.stack([each.to(world.device) for each in finite]).tolist() if finite else []
     not_finite = {name for name, is_finite in zip(floating, verdicts, strict=True) if not is_finite}
     for what, names in (("are on the meta device, without values", on_meta), ("are not finite", not_finite)):

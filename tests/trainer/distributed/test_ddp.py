@@ -58,15 +58,19 @@ def test_the_first_update_adds_as_all_others_do() -> None:
             assert all(map(torch.equal, first, gradients))
 
 
-def _with_a_buffer_that_gloo_lacks(world: World) -> None:
+def _with_a_weight_that_gloo_lacks(world: World) -> None:
     model = nn.Linear(2, 1)
     model.register_buffer("codes", torch.zeros(3, dtype=torch.int16))
     with pytest.raises(ConfigError, match="gloo does not send 'codes' of dtype torch.int16: keep it in another dtype"):
         replicate(model, ParallelConfig(strategy="ddp"), world)
+    model = nn.Linear(2, 1)
+    model.codes = nn.Parameter(torch.zeros(3, dtype=torch.int16), requires_grad=False)
+    with pytest.raises(ConfigError, match="gloo does not send 'codes' of dtype torch.int16: keep it in another dtype"):
+        replicate(model, ParallelConfig(strategy="ddp"), world)
 
 
-def test_ddp_refuses_a_buffer_of_a_dtype_that_gloo_lacks() -> None:
-    run_on_ranks(_with_a_buffer_that_gloo_lacks, 2)
+def test_ddp_refuses_a_weight_of_a_dtype_that_gloo_lacks() -> None:
+    run_on_ranks(_with_a_weight_that_gloo_lacks, 2)
 
 
 class _Hooked(nn.Module):

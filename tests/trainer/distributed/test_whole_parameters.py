@@ -234,3 +234,57 @@ def test_buffers_that_ranks_change_are_the_main_ranks_in_each_update(tmp_path: P
         torch.testing.assert_close(replicated_again, replicated, atol=0, rtol=0)
         torch.testing.assert_close(sharded_again, sharded, atol=0, rtol=0)
         torch.testing.assert_close(sharded, replicated)
+
+
+class Quantized(nn.Module):
+    """Frozen weights of dtypes that gloo does not send, and one whose memory is in the order of columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.ones(6, 4, dtype=torch.int16), requires_grad=False)
+        self.scales = nn.Parameter(torch.ones(6, 1).to(torch.float8_e4m3fn), requires_grad=False)
+        self.weight = nn.Parameter(torch.arange(18.0).view(6, 3).t() / 18)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.scales.float()[:, 0] * self.codes.float()[:, 0]) @ self.weight.t()
+
+
+class TrainsQuantized(Trains):
+    def configure_models(self) -> None:
+        self.model = Quantized()
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.AdamW([self.model.weight], lr=0.01)
+
+
+class TrainsAList(Trains):
+    """Weights of two losses in a list of parameters, which is never called."""
+
+    def configure_models(self) -> None:
+        self.model = nn.Linear(6, 3)
+        self.log_variances = nn.ParameterList([torch.zeros(2)])
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.AdamW([*self.model.parameters(), *self.log_variances.parameters()], lr=0.01)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits, weight = self.model(batch["x"]), self.log_variances[0]
+        losses = torch.stack([nn.functional.cross_entropy(logits, batch["y"]), logits.square().mean()])
+        return (losses * (-weight).exp() + weight).sum()
+
+
+def _fit_sharded(world: World, cls: type[Trains]) -> dict[str, torch.Tensor]:
+    strategy = "fsdp" if world.size > 1 else "none"
+    config = replace(_config(strategy=strategy), max_steps=3, global_batch_size=8)
+    trainer = cls(config, world=world)
+    trainer.fit()
+    return {name: value.float() for name, value in weights(trainer).items()}  # float8 does not pickle
+
+
+@pytest.mark.parametrize("cls", [TrainsQuantized, TrainsAList])
+def test_weights_that_fsdp_cannot_send_or_would_never_gather_are_trained(cls: type[Trains]) -> None:
+    alone = _fit_sharded(ALONE, cls)
+    for found in run_on_ranks(_fit_sharded, 2, cls):
+        assert found.keys() == alone.keys()
+        for name, value in alone.items():
+            torch.testing.assert_close(found[name], value)

@@ -88,10 +88,10 @@ def _limit_per_read(source: RowSource, rows: int) -> int | None:
 def _limit_in_memory(source: RowSource, rows: int, shards: int, most_bytes: int) -> int | None:
     """Return the same if rows wait on disk; None if they are not to."""
     largest = int(source.fragment_rows.max())
-    limit = max(rows, -(-largest // _MOST_READS))
+    most_rows = min(largest, source.rows // shards)  # a shard may have fewer rows than a fragment
+    limit = max(rows, -(-most_rows // _MOST_READS))
     fits = largest * source.row_bytes <= most_bytes * _SPILLED_FRAGMENT
-    # A shard that has few rows takes them all from one read.
-    saves_reads = limit < min(largest, source.rows // shards) and not decodes_some_rows(source.fragment(0))
+    saves_reads = limit < most_rows and not decodes_some_rows(source.fragment(0))
     return limit if fits and saves_reads else None
 
 

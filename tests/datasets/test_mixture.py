@@ -6,8 +6,10 @@ import contextlib
 import json
 import os
 import resource
+import shutil
+import subprocess
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -417,6 +419,23 @@ def test_100_sources_hold_few_rows_of_each_for_each_shard_and_no_open_file(
     assert max(rows) <= 2 * 100 * 4 * held, "one of each, and those that arrive a little early"
 
 
+def test_rows_wait_on_disk_also_where_a_row_group_is_longer_than_a_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 sources of one row group of 256 rows each, of which a shard has 8."""
+    sources = {}
+    for number in range(20):
+        path = write(tmp_path / f"{number:02d}.parquet", range(256 * number, 256 * (number + 1)), group=256)
+        sources[f"{number:02d}"] = (Parquet(path), 1.0)
+    whole = ids(Mixture(sources), shards=32, global_batch_size=64)
+    monkeypatch.setattr(memory_limits, "_MIXED_BYTES", 8 * 256 * Parquet(path).open().row_bytes)
+    stream = Stream(Mixture(sources), engine="threads", shards=32)
+    stream.setup(shard_info(global_batch_size=64))
+    assert stream._opened is not None
+    assert [limit.in_memory for limit in stream._opened.row_limits] == [3] * 20
+    assert ids(Mixture(sources), shards=32, global_batch_size=64) == whole
+
+
 @pytest.fixture
 def spilled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Mixture, Path]:
     """A mixture of text, ragged lists and numbers, of whose rows few stay in memory, and the folder of the others."""
@@ -473,22 +492,36 @@ def test_rows_wait_on_disk_in_files_that_a_killed_process_leaves_no_trace_of(
     assert open_files(folder) == 0
 
 
-def test_a_disk_that_becomes_full_makes_row_groups_be_read_again_and_changes_no_row(
-    spilled: tuple[Mixture, Path], caplog: pytest.LogCaptureFixture
-) -> None:
-    """A limit of the size of files makes the system refuse to write more, as a full disk does."""
-    data, folder = spilled
-    whole = rows_of(batches(data, offset=80))
-    assert caplog.messages == []
+@contextlib.contextmanager
+def full_disk(folder: Path) -> Iterator[str]:
+    """Make `folder` a disk of 100 kB, or limit the size of files where no mount is permitted; yield the error."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", folder]
+    if shutil.which("mount") and subprocess.run(mount, capture_output=True).returncode == 0:
+        try:
+            yield "[Errno 28] No space left on device"
+        finally:
+            subprocess.run(["umount", folder], check=True)
+        return
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
-        made = batches(data, offset=80)
+        yield "[Errno 27] File too large"
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_becomes_full_makes_row_groups_be_read_again_and_changes_no_row(
+    spilled: tuple[Mixture, Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, folder = spilled
+    whole = rows_of(batches(data, offset=80))
+    assert caplog.messages == []
+    monkeypatch.setattr(memory_limits, "_SPILL_ROOM", 0)  # as if others had filled the disk since the start
+    with full_disk(folder) as error:
+        made = batches(data, offset=80)
     assert rows_of(made) == whole
     (line,) = caplog.messages
-    assert line.startswith(f"rows that are needed later cannot be kept in {folder} ([Errno 27] File too large)")
+    assert line.startswith(f"rows that are needed later cannot be kept in {folder} ({error})")
 
 
 def test_rows_wait_on_disk_where_it_has_room_for_the_rows_of_all_ranks(

@@ -264,7 +264,7 @@ class Prefetcher:
                 "rows that are needed later cannot be kept in %s (%s), so row groups are read again for each part of "
                 "their rows, which is slower. Free some of its disk, or set TMPDIR to a folder on another one",
                 spill_folder(),
-                error,
+                str(error),  # a kept record of the log would otherwise keep the files open, by the traceback
             )
         self._spec = replace(self._spec, spills=False)
         yield from self._items_of(self._spec)

@@ -248,6 +248,7 @@ class OptimizerState:
                 f"optimizer {self._name!r} holds {len(unknown)} parameters that belong to none of the models "
                 f"({', '.join(self._models) or 'there is none'}), the first at index {unknown[0]}, of shape "
                 f"{tuple(held[unknown[0]].shape)}: put each into a module that is an attribute of the trainer, "
+                "such as self.weights = nn.ParameterList([parameter]), "
                 "and create optimizers in configure_optimizers(), or by optimizer= of a Session: a model that creates "
                 "one itself gives it parameters that sharding replaces"
             )

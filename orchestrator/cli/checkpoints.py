@@ -239,7 +239,9 @@ def export(
 ) -> None:
     """Export the weights of a checkpoint to safetensors."""
     if (file is None) == (output is None):
-        raise typer.BadParameter("must be given once, as in -o weights.safetensors", param_hint="--output")
+        raise typer.BadParameter(
+            f"name one file to write, as in `headway checkpoints export {run} weights.safetensors`", param_hint="FILE"
+        )
     import torch
 
     from headway.trainer.checkpoints.export import export_safetensors

@@ -92,9 +92,10 @@ def _check_machine(scaling: Scaling) -> None:
         needed = each * workers + evaluation.get("GPU", 0)
         if needed > there:
             also = f" and the evaluation worker with {evaluation['GPU']:g}" if "GPU" in evaluation else ""
+            fix = "lower scaling.workers or scaling.gpus_per_worker" if there else "leave them out to train on CPUs"
             raise ConfigError(
-                f"{workers} workers with {each:g} GPU each{also} need {needed:g} GPUs, and this "
-                f"machine has {there}: lower one of them"
+                f"scaling.workers={workers} with {each:g} GPU each{also} needs {needed:g} GPUs, and this machine has "
+                f"{there}: {fix}, or connect to a cluster with RAY_ADDRESS"
             )
 
 

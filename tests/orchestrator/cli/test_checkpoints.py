@@ -161,6 +161,9 @@ def test_weights_are_exported(capsys: pytest.CaptureFixture[str], storage: Path,
     torch.testing.assert_close(load_file(file), expected, rtol=0, atol=0)
     run(capsys, "export", "one", str(file), "--checkpoint", "1", "--dtype", "bfloat16", *place)
     assert {each.dtype for each in load_file(file).values()} == {torch.bfloat16}
+    code, _, err = run(capsys, "export", "one", *place)
+    assert code == 2
+    assert "name one file to write, as in `headway checkpoints export one weights.safetensors`" in err
     code, _, err = run(capsys, "export", "one", str(file), "--checkpoint", "6", *place)
     assert code == 1
     assert "is damaged" in err

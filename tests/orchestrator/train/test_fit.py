@@ -86,6 +86,9 @@ def test_more_workers_than_the_machine_has_is_said_at_once(
     no_ray(monkeypatch)
     with pytest.raises(ConfigError, match=r"4096 workers with 1 CPU each need 4096 CPUs, and this machine has \d+"):
         fit(experiment(tmp_path, data, workers=4096))
+    scaling = Scaling(workers=4096, cpus_per_worker=0.0001, gpus_per_worker=1)
+    with pytest.raises(ConfigError, match=r"=4096 with 1 GPU each needs 4096 GPUs, .* connect to a cluster with RAY_"):
+        fit(replace(experiment(tmp_path, data), scaling=scaling))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -7,7 +7,7 @@ group in the middle of an update and repeats updates, so Headway asks the worker
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -75,6 +75,18 @@ class ScaleUpPolicy:
             self._asked_of = self._workers
             return True
         return False
+
+
+def is_sized_by_driver(scaling: Scaling, avoided: Collection[str]) -> bool:
+    """Return whether the driver sizes each group of an elastic run, because its workers may not use every node.
+
+    Ray Train counts all nodes, whatever their labels: its group would wait for workers that fit on no usable node.
+
+    Args:
+        scaling: the wanted workers.
+        avoided: ids of the nodes to keep the workers off.
+    """
+    return scaling.is_elastic and bool(avoided or scaling.label_selector)
 
 
 def slots(nodes: Iterable[Mapping[str, float]], scaling: Scaling) -> int:

@@ -31,7 +31,7 @@ from ..runs.run import Run
 from ..storage.events import read_events
 from ..storage.folder import Folder, retry_storage
 from ..storage.scratch import scratch_folder
-from .elastic import RAY_LEARNS_S, RESIZING
+from .elastic import RAY_LEARNS_S, RESIZING, is_sized_by_driver
 from .failures.cause import find_cause, raised_failure
 from .failures.retry_policy import Restart, RestartRequired, RetriesExhausted, RetryPolicy, failure_of, slots_beside
 from .standby import environment
@@ -39,6 +39,8 @@ from .worker import Task
 from .worker_check import driver_versions
 
 _START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
+# Ray's class is private. If it is renamed, a group that was sized with a lost node ends the run.
+_START_TIMED_OUT = "WorkerGroupStartupTimeoutError"
 # A second limit, should Ray suppress the exceptions by which `RetryPolicy` ends retries. Ray Train also counts restarts
 # to resize and lost peers of a preempted machine; if the policy allows more, the driver starts Ray Train again.
 _MOST_RAY_RETRIES = 20
@@ -67,7 +69,7 @@ def run_worker_group(
                 verbose=verbose, spares=spares, mailbox=mailbox, callbacks=callbacks, avoided=avoided,
             )  # fmt: skip
         except Exception as error:
-            restart = _restart_after(error, run, avoided)
+            restart = _restart_after(error, run, avoided, experiment.scaling)
             if restart is None:
                 raise
         if (stop := wait_to_restart(run.folder, restart.delay_s)) is not None:
@@ -83,11 +85,14 @@ def wait_to_restart(folder: Folder, delay_s: float) -> StopRequest | None:
     return stop
 
 
-def _restart_after(error: BaseException, run: Run, avoided: frozenset[str]) -> Restart | None:
+def _restart_after(error: BaseException, run: Run, avoided: frozenset[str], scaling: Scaling) -> Restart | None:
     """Return how the workers restart after Ray Train has ended; None if they do not."""
     ended = getattr(error, "controller_failure", None)
     if isinstance(ended, RestartRequired):
         return ended.restart
+    if is_sized_by_driver(scaling, avoided) and type(ended).__name__ == _START_TIMED_OUT:
+        # Sized again: a node that was counted may be gone, which Ray may notice only after a minute.
+        return Restart(avoid=avoided)
     if isinstance(ended, RetriesExhausted) or not getattr(error, "worker_failures", None):
         return None
     # Ray's own limit: the last decision of the policy is in the events.
@@ -129,6 +134,8 @@ def _run_ray_train(
     )
     # If machines go while an elastic group starts, it is soon sized again.
     start_timeout_s = math.ceil(RAY_LEARNS_S) if scaling.is_elastic else 60
+    # Failed starts of a group: each waits for machines for the start timeout, in another group if the driver sizes it.
+    most_waits = 0 if is_sized_by_driver(scaling, avoided) else math.ceil(wait_timeout_s / start_timeout_s)
     with scratch_folder() as ray_dir:
         trainer = passing_function_by_value(TorchTrainer)(
             _train_function(),
@@ -160,8 +167,7 @@ def _run_ray_train(
                     max_failures=_MOST_RAY_RETRIES,
                     # Ray Train reports an attempt that it ends at a deadline to no callback, so this is its budget.
                     max_preemption_failures=-1 if retries.max_preemptions is None else retries.max_preemptions,
-                    # Failed starts of a group: each waits for machines for the start timeout.
-                    controller_failure_limit=retries.max_failures + math.ceil(wait_timeout_s / start_timeout_s),
+                    controller_failure_limit=retries.max_failures + most_waits,
                 ),
                 callbacks=[retry_policy(experiment, run, avoided=avoided)],
                 logging_config=LoggingConfig(log_level="INFO" if verbose else "ERROR"),
@@ -233,11 +239,8 @@ def _runtime_env(scaling: Scaling, *, spares: bool) -> dict[str, Any]:
 
 
 def workers_to_request(avoided: frozenset[str], scaling: Scaling) -> int | tuple[int, int]:
-    """Return the workers to request. Ray Train counts all nodes when it sizes an elastic group, whatever their labels.
-
-    Then its group would wait forever for workers that no node with the labels has room for.
-    """
-    if not scaling.is_elastic or not (avoided or scaling.label_selector):
+    """Return the workers to request: those of the experiment, or as many as fit if the driver sizes the group."""
+    if not is_sized_by_driver(scaling, avoided):
         return scaling.workers
     least = scaling.min_workers
     most = min(scaling.max_workers, max(least, slots_beside(avoided, scaling)))

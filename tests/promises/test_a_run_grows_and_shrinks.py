@@ -55,6 +55,35 @@ def _rows(run_dir: Path) -> dict[int, set[int]]:
     return {step: attempts[max(attempts)] for step, attempts in sorted(seen.items())}
 
 
+def _start_driver(cluster: Cluster, tmp_path: Path, *settings: str) -> subprocess.Popen[str]:
+    """Start an elastic run of one or two workers."""
+    settings = (
+        "name=run", f"storage={tmp_path}/runs", f"config.data={tmp_path}/data", "config.engine=threads",
+        "config.pause_s=0.2", f"config.global_batch_size={BATCH}", "config.max_epochs=1000",
+        "config.evaluate_every=null", "config.log_every=1 steps", "config.checkpoint.every=20 steps",
+        "scaling.workers=1..2", "scaling.grow_after=5s", "retries.max_failures=1", "retries.max_errors=0", *settings,
+    )  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, "-m", "headway.orchestrator", "fit", "tests.on_ray:OnRay", *settings],
+        env={**os.environ, "RAY_ADDRESS": cluster.address}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def _check_equals_undisturbed_run(run_dir: Path, alone: Path, data: str, *, steps: int) -> None:
+    """Rows of each update, learning rates and losses equal those of one undisturbed process."""
+    config = OnRayConfig(
+        data=data, global_batch_size=BATCH, max_steps=steps, evaluate_every=None, log_every=Duration(1, "steps")
+    )
+    OnRay(config, run_dir=str(alone)).fit()
+    rows, records = _rows(run_dir), _records(run_dir)
+    assert rows == _rows(alone)
+    for first in range(0, steps - IN_EPOCH, IN_EPOCH):
+        assert sorted(row for step in range(first, first + IN_EPOCH) for row in rows[step]) == list(range(ROWS))
+    assert list(records) == list(range(1, steps + 1))
+    for step, numbers in _records(alone).items():
+        assert records[step] == pytest.approx(numbers, abs=1e-3)
+
+
 def _records(run_dir: Path) -> dict[int, tuple[float, float]]:
     records = read_records(str(run_dir / "metrics.jsonl"))
     assert len({record["step"] for record in records}) == len(records)
@@ -63,16 +92,7 @@ def _records(run_dir: Path) -> dict[int, tuple[float, float]]:
 
 def test_a_run_takes_the_node_that_comes_and_goes_on_without_it(cluster: Cluster, tmp_path: Path) -> None:
     run_dir, data = tmp_path / "runs/run", write_rows(tmp_path / "data", ROWS)
-    settings = [
-        "name=run", f"storage={tmp_path}/runs", f"config.data={data}", "config.engine=threads", "config.pause_s=0.2",
-        f"config.global_batch_size={BATCH}", "config.max_epochs=1000", "config.evaluate_every=null",
-        "config.log_every=1 steps", "config.checkpoint.every=20 steps", "scaling.workers=1..2",
-        "scaling.grow_after=5s", "retries.max_failures=1", "retries.max_errors=0",
-    ]  # fmt: skip
-    driver = subprocess.Popen(
-        [sys.executable, "-m", "headway.orchestrator", "fit", "tests.on_ray:OnRay", *settings],
-        env={**os.environ, "RAY_ADDRESS": cluster.address}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    driver = _start_driver(cluster, tmp_path)
 
     def events(kind: str) -> list[Event]:
         return [each for each in read_events(Folder(str(run_dir))) if each["event"] == kind]
@@ -110,16 +130,50 @@ def test_a_run_takes_the_node_that_comes_and_goes_on_without_it(cluster: Cluster
     assert (record.status, record.attempts, record.workers, record.steps) == ("interrupted", 3, 1, end["step"])
     assert (record.min_workers, record.max_workers) == (1, 2)
 
-    # Rows of each update, learning rates and losses equal those of one undisturbed process.
-    config = OnRayConfig(
-        data=data, global_batch_size=BATCH, max_steps=end["step"], evaluate_every=None, log_every=Duration(1, "steps")
-    )
-    OnRay(config, run_dir=str(tmp_path / "alone")).fit()
-    rows, records = _rows(run_dir), _records(run_dir)
-    assert rows == _rows(tmp_path / "alone")
-    for first in range(0, end["step"] - IN_EPOCH, IN_EPOCH):
-        assert sorted(row for step in range(first, first + IN_EPOCH) for row in rows[step]) == list(range(ROWS))
-    undisturbed = _records(tmp_path / "alone")
-    assert list(records) == list(range(1, end["step"] + 1))
-    for step, numbers in undisturbed.items():
-        assert records[step] == pytest.approx(numbers, abs=1e-3)
+    _check_equals_undisturbed_run(run_dir, tmp_path / "alone", data, steps=end["step"])
+
+
+@pytest.mark.parametrize(
+    "needs", ["scaling.label_selector={zone: a}", "scaling.accelerator_type=HW-A"], ids=["label", "accelerator"]
+)
+def test_a_run_of_one_kind_of_node_shrinks_and_grows_on_that_kind_alone(
+    needs: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nodes of another kind are idle all the time, and the run does not use them when one of its own dies."""
+    run_dir, data = tmp_path / "runs/run", write_rows(tmp_path / "data", ROWS)
+    ours: dict[str, Any] = {"labels": {"zone": "a"}, "resources": {"accelerator_type:HW-A": 1}}
+
+    def events(kind: str) -> list[Event]:
+        return [each for each in read_events(Folder(str(run_dir))) if each["event"] == kind]
+
+    with machines(monkeypatch, 0) as cluster:
+        nodes = [cluster.add_node(num_cpus=1, **ours) for _ in range(2)]
+        cluster.add_node(num_cpus=2, labels={"zone": "b"}, resources={"accelerator_type:HW-B": 2})
+        driver = _start_driver(cluster, tmp_path, needs)
+
+        def trains(attempt: int) -> None:
+            """Wait until an attempt has saved a checkpoint of its own."""
+            _wait(lambda: len(events("training")) == attempt, driver)
+            at = events("training")[-1]["step"]
+            _wait(lambda: events("checkpoint_saved") and events("checkpoint_saved")[-1]["step"] > at, driver)
+
+        try:
+            trains(1)
+            cluster.remove_node(nodes[1], allow_graceful=False)
+            trains(2)
+            nodes.append(cluster.add_node(num_cpus=1, **ours))
+            trains(3)
+            driver.terminate()
+            driver.communicate(timeout=120)
+        finally:
+            driver.kill()
+    assert driver.returncode == 128 + signal.SIGTERM
+
+    first, second, third = (node.node_id for node in nodes)
+    used = [{worker["node"] for worker in each["workers"]} for each in events("attempt_started")]
+    assert used == [{first, second}, {first}, {first, third}]
+    assert [(each["from"], each["to"]) for each in events("resized")] == [(2, 1), (1, 2)]
+    assert [each["attempt"] for each in events("group_failed")] == [1]
+    assert [(each["attempt"], each["status"]) for each in events("attempt_ended")][0] == (2, "resizing")
+    end = events("attempt_ended")[-1]["step"]
+    _check_equals_undisturbed_run(run_dir, tmp_path / "alone", data, steps=end)

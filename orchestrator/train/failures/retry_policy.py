@@ -23,7 +23,7 @@ from ...config.scaling import Scaling
 from ...runs.requests import read_stop_request
 from ...storage.events import Event, EventWriter, read_events
 from ...storage.folder import Folder, retry_storage
-from ..elastic import RAY_LEARNS_S, RESIZING, slots
+from ..elastic import RAY_LEARNS_S, RESIZING, is_sized_by_driver, slots
 from ..preemption import count_endings
 from .budget import (
     Failure,
@@ -113,8 +113,6 @@ class RetryPolicy(UserCallback):  # type: ignore[misc]
         self._max_failures, self._max_errors = max_failures, max_errors
         self._max_preemptions, self._max_lost_nodes = max_preemptions, max_lost_nodes
         self._scaling, self._avoided = scaling, frozenset(avoided)
-        # Ray Train counts nodes without the labels, too, so the driver sizes each group; see `workers_to_request`.
-        self._is_sized_by_driver = scaling is not None and scaling.is_elastic and bool(scaling.label_selector)
         self._decided: set[int] = set()
         self._seen: set[str] = set()
 
@@ -132,7 +130,7 @@ class RetryPolicy(UserCallback):  # type: ignore[misc]
         if is_repeated:
             return
         restart = self.decide(worker_exceptions)
-        if restart.delay_s or restart.avoid != self._avoided or self._is_sized_by_driver:
+        if restart.delay_s or restart.avoid != self._avoided or self._is_sized_by_driver(self._avoided):
             raise RestartRequired(restart)
 
     def decide(self, errors: Mapping[int, BaseException]) -> Restart:
@@ -174,7 +172,7 @@ class RetryPolicy(UserCallback):  # type: ignore[misc]
             reason = _reason(failure, recurs=recurs, exhausted=exhausted)
             avoid, hint = self._avoid([*window, failure])
             restart = Restart(delay_s=restart_delay_s(failure, window), avoid=avoid)
-        if self._is_sized_by_driver and (preempted or failure.is_death):
+        if self._is_sized_by_driver(restart.avoid) and (preempted or not failure.is_user_error):
             # Ray may not have noticed yet that the machine is gone, and the group would be sized with it.
             restart = replace(restart, delay_s=max(restart.delay_s, RAY_LEARNS_S))
         told = {"last_words": failure.last_words} if failure.last_words else {}
@@ -207,6 +205,9 @@ class RetryPolicy(UserCallback):  # type: ignore[misc]
         if self._has_room_beside(avoid):
             return frozenset(avoid), f", not on {hosts}, where workers died twice without progress"
         return frozenset(), f" (workers died twice on {hosts}, which is used again: the other nodes have no room)"
+
+    def _is_sized_by_driver(self, avoided: Collection[str]) -> bool:
+        return self._scaling is not None and is_sized_by_driver(self._scaling, avoided)
 
     def _has_room_beside(self, nodes: Collection[str]) -> bool:
         return self._scaling is not None and slots_beside(nodes, self._scaling) >= self._scaling.min_workers

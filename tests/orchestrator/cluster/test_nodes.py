@@ -12,14 +12,22 @@ import pytest
 import ray
 from ray import tune
 from ray.exceptions import RayActorError
+from ray.train import ControllerError
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
 from headway.orchestrator import Experiment, Run, Scaling, fit, trainable
 from headway.orchestrator.cluster import connect
 from headway.orchestrator.cluster.connect import check_resources, describe_wait, target_workers_now, with_gpus
 from headway.orchestrator.cluster.nodes import has_label, usable_nodes
+from headway.orchestrator.runs.open import open_run
+from headway.orchestrator.storage.events import EventWriter
+from headway.orchestrator.storage.folder import Folder
 from headway.orchestrator.sweeps.tune.trial import trial_resources
-from headway.orchestrator.train.failures.retry_policy import RestartRequired, RetryPolicy
-from headway.orchestrator.train.worker_group import workers_to_request
+from headway.orchestrator.train.elastic import RAY_LEARNS_S
+from headway.orchestrator.train.failures import retry_policy
+from headway.orchestrator.train.failures.budget import Failure
+from headway.orchestrator.train.failures.retry_policy import Restart, RestartRequired, RetryPolicy
+from headway.orchestrator.train.worker_group import _restart_after, workers_to_request
 from headway.trainer import CheckpointConfig, ConfigError
 from tests.machines import machines
 from tests.tiny import TinyConfig, TinyTrainer
@@ -73,6 +81,33 @@ def test_the_driver_sizes_an_elastic_group_with_labels(tmp_path: Path) -> None:
     with pytest.raises(RestartRequired) as raised:
         policy.after_exception(None, {0: RayActorError()})
     assert raised.value.restart.delay_s >= 22
+
+
+@pytest.mark.usefixtures("two_zones")
+@pytest.mark.parametrize("avoids", [False, True], ids=["labels", "avoided node"])
+def test_a_lost_machine_is_not_counted_in_the_next_group(
+    avoids: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group waits until Ray has noticed the loss, and is sized again if Ray had not."""
+    if avoids:
+        scaling, avoided = Scaling(workers=(1, 8), gpus_per_worker=0), frozenset({"node-b"})
+    else:
+        scaling, avoided = Scaling(workers=(1, 8), label_selector={"zone": "a"}), frozenset()
+    lost = Failure(attempt=1, rank=1, lost_node=True, lost_ranks=(1,), node_id="node-c")
+    folder = Folder(str(tmp_path))
+    folder.prepare()
+    EventWriter(folder, "worker", start="s").add("attempt_started", attempt=1, world_size=2, workers=[])
+    monkeypatch.setattr(retry_policy, "find_cause", lambda *_: lost)
+    monkeypatch.setattr(retry_policy, "nodes_to_avoid", lambda _: set(avoided))
+    policy = RetryPolicy(str(tmp_path), start="s", max_failures=1, max_errors=1, scaling=scaling, avoided=avoided)
+    with pytest.raises(RestartRequired) as raised:
+        policy.after_exception(None, {1: RayActorError()})
+    assert raised.value.restart == Restart(delay_s=RAY_LEARNS_S, avoid=avoided)
+
+    run = open_run(Experiment(name="run", trainer=TinyTrainer, config=TinyConfig(), storage=str(tmp_path))).run
+    late = ControllerError(WorkerGroupStartupTimeoutError(2))
+    assert _restart_after(late, run, avoided, scaling) == Restart(avoid=avoided)
+    assert _restart_after(late, run, frozenset(), Scaling(workers=(1, 8))) is None
 
 
 def test_a_trial_has_the_labels_and_the_environment_of_its_worker() -> None:

@@ -451,7 +451,12 @@ def resolve_search(target: str, overrides: Sequence[str], *, name: str = "search
     """
     of_search = [each.removeprefix("search.") for each in overrides if each.startswith("search.")]
     experiment = resolve(target, [each for each in overrides if not each.startswith("search.")])
-    found = load_named(target, name)
+    try:
+        found = load_named(target, name)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}. A sweep needs a Search: add search = Search(...), or name it by --search"
+        ) from error
     if not isinstance(found, Search):
         raise ConfigError(f"{name} in {target} must be a Search, got a {type(found).__name__}")
     values = parse_overrides(of_search)

@@ -369,7 +369,7 @@ def test_a_file_has_its_search_beside_the_experiment(tmp_path: Path) -> None:
     assert wanted.suggest(0) == {"config.dropout": 0.5}
     with pytest.raises(ConfigError, match=r"did you mean search.trials\?"):
         resolve_search(str(file), ["search.trial=5"])
-    with pytest.raises(ConfigError, match="there is no 'other'"):
+    with pytest.raises(ConfigError, match="there is no 'other'.* A sweep needs a Search: add search = Search"):
         resolve_search(str(file), [], name="other")
 
 

@@ -109,14 +109,15 @@ def _is_called(module: nn.Module) -> bool:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module is called or has weights itself, unlike a `ModuleList` or a class that only holds networks."""
+    """Whether a module is called or has no networks in it, unlike a `ModuleList` or a class that only holds some."""
     if type(module).forward is not nn.Module.forward:
         return True
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return False
+    own = set(module.parameters(recurse=False))
     parts = [set(child.parameters()) for child in module.children()]
-    shares = sum(map(len, parts)) != len(set().union(*parts))
-    return shares or bool(_own_methods(type(module))) or any(True for _ in module.parameters(recurse=False))
+    shares = len(own) + sum(map(len, parts)) != len(own.union(*parts))
+    return shares or bool(_own_methods(type(module))) or (bool(own) and not any(parts))
 
 
 def callable_roots(model: nn.Module) -> list[nn.Module]:

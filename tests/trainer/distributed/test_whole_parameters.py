@@ -273,6 +273,18 @@ class TrainsAList(Trains):
         return (losses * (-weight).exp() + weight).sum()
 
 
+class TrainsAHolder(Trains):
+    """A module that only holds a network and a parameter, which are used one by one."""
+
+    def configure_models(self) -> None:
+        self.model = nn.Module()
+        self.model.network = nn.Linear(6, 3)
+        self.model.bias = nn.Parameter(torch.zeros(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return nn.functional.cross_entropy(self.model.network(batch["x"]) + self.model.bias, batch["y"])
+
+
 def _fit_sharded(world: World, cls: type[Trains]) -> dict[str, torch.Tensor]:
     strategy = "fsdp" if world.size > 1 else "none"
     config = replace(_config(strategy=strategy), max_steps=3, global_batch_size=8)
@@ -281,7 +293,7 @@ def _fit_sharded(world: World, cls: type[Trains]) -> dict[str, torch.Tensor]:
     return {name: value.float() for name, value in weights(trainer).items()}  # float8 does not pickle
 
 
-@pytest.mark.parametrize("cls", [TrainsQuantized, TrainsAList])
+@pytest.mark.parametrize("cls", [TrainsQuantized, TrainsAList, TrainsAHolder])
 def test_weights_that_fsdp_cannot_send_or_would_never_gather_are_trained(cls: type[Trains]) -> None:
     alone = _fit_sharded(ALONE, cls)
     for found in run_on_ranks(_fit_sharded, 2, cls):

@@ -20,7 +20,7 @@ from ..distributed.world import World
 from ..errors import ResumeError
 from ..loop.progress import Progress
 from .format.digests import digest_of, digests_by_key, tensor_digests
-from .format.plain_values import encode_state
+from .format.plain_values import encode_state, tensor_places
 from .store import Checkpoint, CheckpointWarning, Loaded
 
 # A resumed run does not use `init_from`.
@@ -238,14 +238,15 @@ def _changed_tensors(loaded: Loaded, parts: Mapping[str, Stateful]) -> Iterator[
     for part, owner in parts.items():
         if part.split("/")[0] not in ("models", "optimizers"):
             continue
-        live = encode_state(part, owner.state_dict())[1]
-        digests = tensor_digests({name: to_local(each) for name, each in live.items()})
-        saved = {name: each for name, each in loaded.tensors.items() if name.startswith(f"{part}/")}
-        for name in sorted(digests.keys() | saved.keys()):
-            before, now = saved.get(name, "absent"), digests.get(name, "absent")
+        encoded, tensors = encode_state(part, owner.state_dict())
+        by_name = tensor_digests({name: to_local(each) for name, each in tensors.items()})
+        digests = {place: by_name[name] for place, name in tensor_places(encoded, part)}
+        saved = {place: each for place, each in loaded.tensors.items() if place.startswith(f"{part}/")}
+        for place in sorted(digests.keys() | saved.keys()):
+            before, now = saved.get(place, "absent"), digests.get(place, "absent")
             # A dtype differs only after a change of the config, which has been accepted by now.
             if before != now and (before.split()[0] == now.split()[0] or "absent" in (before, now)):
-                yield _Change(name, before, now, _ANOTHER)
+                yield _Change(place, before, now, _ANOTHER)
 
 
 _ACCEPT = "revert the change, or accept it if it is intended: fit(accept_changes=True), --accept-changes"

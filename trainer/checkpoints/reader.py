@@ -23,7 +23,7 @@ from ..distributed.world import World
 from ..errors import CheckpointError
 from .format.digests import digests_by_key, tensor_digests
 from .format.file_checksums import FileChecksum
-from .format.plain_values import decode_state, tensor_names
+from .format.plain_values import decode_state, tensor_names, tensor_places
 from .format.strict_json import parse_json
 from .format.tensor_files import DTYPES, TensorReader, open_tensors
 from .load_target import load_part, target_allocator
@@ -136,7 +136,7 @@ class CheckpointReader:
         ]
 
     def read_tensors(self) -> dict[str, str]:
-        """Read the tensors, and return digests of what was read, by name."""
+        """Read the tensors, and return digests of what was read, by their places in the parts."""
         known: dict[str, str] = {}
         for file in self.needed:
             rank = rank_of(file)
@@ -147,7 +147,13 @@ class CheckpointReader:
                     if name not in whole:
                         into.copy_(block)
                 known |= reader.read_into(whole, check=self._unverified.get(file))
-        return tensor_digests({name: to_local(target) for name, target in self._targets.items()}, known)
+        digests = tensor_digests({name: to_local(target) for name, target in self._targets.items()}, known)
+        return {
+            place: digests[name]
+            for part, encoded in self._encoded.items()
+            for place, name in tensor_places(encoded, part)
+            if name in digests  # of the parts that are loaded
+        }
 
     def load_into(self, parts: Mapping[str, Stateful]) -> None:
         """Load the shared parts.

@@ -682,7 +682,7 @@ class Loaded:
     """What a rank has read from a checkpoint, to compare with the state of its parts afterwards.
 
     Attributes:
-        tensors: digests of this rank's tensors and shards, by name.
+        tensors: digests of this rank's tensors and shards, by their places in the parts.
         rank_parts: digests of the state that belongs to this rank, by part and key.
     """
 

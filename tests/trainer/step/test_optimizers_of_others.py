@@ -244,3 +244,28 @@ def test_state_in_another_order_of_memory_is_restored_in_that_order(tmp_path: Pa
     (basis,) = resumed.optimizer.state[resumed.model.first.weight]["bases"]
     assert basis.stride() == (1, 33)
     torch.testing.assert_close(weights(resumed), weights(whole), atol=0, rtol=0)
+
+
+class CountsInBoth(SGD):
+    """Has one tensor as the count of a group and in the state of a parameter, as heavyball's optimizers."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        group["step_count"] = count = torch.as_tensor(group.get("step_count", 0)) + 1
+        self.state[group["params"][0]]["step"] = count
+        for p in group["params"]:
+            p.sub_(p.grad, alpha=group["lr"] / float(count))
+
+
+class TrainsByCounts(TrainsBy):
+    optimizer_class = CountsInBoth
+
+
+def test_a_tensor_in_two_places_of_the_state_may_be_two_tensors_after_loading(tmp_path: Path) -> None:
+    whole = TrainsByCounts(_config(), world=ALONE)
+    whole.fit()
+    TrainsByCounts(_config(), world=ALONE, run_dir=tmp_path / "run", callbacks=[StopAt(3)]).fit()
+    resumed = TrainsByCounts(_config(), world=ALONE, run_dir=tmp_path / "run")
+    resumed.fit()
+    torch.testing.assert_close(weights(resumed), weights(whole), atol=0, rtol=0)

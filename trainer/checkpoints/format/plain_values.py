@@ -86,15 +86,24 @@ def decode_state(encoded: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
 
 def tensor_names(encoded: Any) -> Iterator[str]:
     """Yield the names of all tensors in encoded state; one that is referred to twice, twice."""
+    return (name for _, name in tensor_places(encoded, ""))
+
+
+def tensor_places(encoded: Any, place: str) -> Iterator[tuple[str, str]]:
+    """Yield each place in encoded state that refers to a tensor, as "part/key/key", and the tensor's name.
+
+    The name is the first place of the tensor. Whether two places have one tensor or equal ones may differ between a
+    saved state and the live one, since loading an optimizer copies each.
+    """
     if isinstance(encoded, dict):
         if encoded.keys() == {"$tensor"} and isinstance(name := encoded["$tensor"], str):
-            yield name
+            yield place, name
         else:
-            for each in encoded.values():
-                yield from tensor_names(each)
+            for key, each in encoded.items():
+                yield from tensor_places(each, place if key.startswith("$") else f"{place}/{key}")
     elif isinstance(encoded, list):
-        for each in encoded:
-            yield from tensor_names(each)
+        for index, each in enumerate(encoded):
+            yield from tensor_places(each, f"{place}/{index}")
 
 
 def iter_tensors(state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:

@@ -19,6 +19,7 @@ from .init import init
 from .jobs import cluster_app, jobs_app, submit
 from .node import node_app
 from .options import (
+    OVERRIDES_ALLOWED,
     AcceptChanges,
     Overrides,
     Restore,
@@ -71,7 +72,7 @@ def headway(
     """Accept options before the command."""
 
 
-@app.command()
+@app.command(context_settings=OVERRIDES_ALLOWED)
 def fit(
     context: typer.Context,
     target: Target,
@@ -119,7 +120,7 @@ def fit(
     raise typer.Exit(_exit_code(result))
 
 
-@app.command("rerun")
+@app.command("rerun", context_settings=OVERRIDES_ALLOWED)
 def run_again(
     context: typer.Context,
     name: RunName,
@@ -151,7 +152,7 @@ def run_again(
     raise typer.Exit(_exit_code(result))
 
 
-app.command()(sweep)
+app.command(context_settings=OVERRIDES_ALLOWED)(sweep)
 
 
 @app.command()
@@ -175,7 +176,7 @@ def report(
 app.add_typer(runs_app, name="runs")
 app.add_typer(checkpoints_app, name="checkpoints")
 app.add_typer(data_app, name="data")
-app.command()(submit)
+app.command(context_settings=OVERRIDES_ALLOWED)(submit)
 app.add_typer(jobs_app, name="jobs")
 app.add_typer(cluster_app, name="cluster")
 app.add_typer(node_app, name="node")

@@ -1,5 +1,6 @@
 """Options and arguments shared by commands: the storage, overrides and JSON output."""
 
+import difflib
 import json
 import math
 import os
@@ -37,11 +38,35 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text."
 RunName = Annotated[
     str, typer.Argument(metavar="RUN", help="Name of the run; SWEEP/TRIAL for a trial.", autocompletion=complete_run)
 ]
+OVERRIDES_ALLOWED = {"ignore_unknown_options": True}
+"""Settings of a command with `Target` and `Overrides`, which get the options that it does not have and refuse them."""
+
+
+def _refuse_options(context: typer.Context, value: str | list[str] | None) -> str | list[str] | None:
+    """Raise ConfigError for an argument that is an option which the command does not have."""
+    for each in [value] if isinstance(value, str) else value or ():
+        if each.startswith("-"):
+            option = each.partition("=")[0]
+            names = [name for parameter in context.command.params for name in parameter.opts]
+            near = difflib.get_close_matches(option, names, n=1)
+            settings = "settings have no dashes, as in config.learning_rate=3e-4; --print-config of fit lists them"
+            from headway.trainer.errors import ConfigError
+
+            raise ConfigError(f"there is no option {option}: {f'did you mean {near[0]}?' if near else settings}")
+    return value
+
+
 Target = Annotated[
-    str, typer.Argument(metavar="TARGET", help="file.py[:name] or module:name of an Experiment or Trainer.")
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="file.py[:name] or module:name of an Experiment or Trainer.",
+        callback=_refuse_options,
+    ),
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="PATH=VALUE", help="Overrides, e.g. config.learning_rate=3e-4.")
+    list[str] | None,
+    typer.Argument(metavar="PATH=VALUE", help="Overrides, e.g. config.learning_rate=3e-4.", callback=_refuse_options),
 ]
 Resume = Annotated[
     str, typer.Option(metavar="CHECKPOINT", help="auto (newest), never (start over) or a checkpoint path.")

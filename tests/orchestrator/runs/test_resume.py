@@ -17,7 +17,7 @@ from headway.orchestrator.display.console import RunConsole
 from headway.orchestrator.runs.resume import ResumeOptions
 from headway.orchestrator.runs.stop import stop_run
 from headway.orchestrator.sweeps.tune.trial import _train_here
-from headway.orchestrator.train import driver
+from headway.orchestrator.train import driver, driver_watch
 from headway.orchestrator.train.driver import RunDriver
 from tests.orchestrator.runs.test_run import experiment
 from tests.tiny import StopAt, TinyConfig, TinyTrainer
@@ -29,6 +29,7 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     shown."""
     monkeypatch.setattr(connect, "ray_connection", lambda *_, **__: nullcontext(True))
     monkeypatch.setattr(connect, "unused_gpus", lambda _: None)
+    monkeypatch.setattr(driver_watch, "watch_driver", lambda *_: nullcontext())
 
     def begin(until: int, **options: Any) -> tuple[RunResult, str]:
         def train(experiment: Any, run: Any, *, resume_options: Any, verbose: bool, **_: Any) -> Any:

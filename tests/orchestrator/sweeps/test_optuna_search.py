@@ -8,6 +8,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,9 @@ from headway.orchestrator import (
     sweep,
 )
 from headway.orchestrator.runs.open import open_sweep
-from headway.orchestrator.storage.events import read_events
-from headway.orchestrator.storage.folder import Folder
 from headway.orchestrator.sweeps.optuna_search import PastTrial
 from headway.orchestrator.sweeps.record import Sweep
+from headway.trainer import Callback
 from headway.trainer.errors import ConfigError
 from tests.tiny import TinyConfig, TinyTrainer
 
@@ -140,16 +140,33 @@ def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert list(tmp_path.iterdir()) == []
 
 
+class WaitForAnother(Callback):
+    """Waits until a second process trains a trial, since a trial may end before another process has started."""
+
+    def on_fit_start(self, trainer: Any) -> None:
+        pids = Path(trainer.run_dir).parents[1] / "pids"
+        pids.mkdir(exist_ok=True)
+        (pids / str(os.getpid())).touch()
+        deadline = time.monotonic() + 120
+        while len(list(pids.iterdir())) < 2:
+            assert time.monotonic() < deadline, "no second process has trained a trial"
+            time.sleep(0.05)
+
+
+class TrainsBesideAnother(TinyTrainer):
+    def configure_callbacks(self) -> list[Callback]:
+        return [WaitForAnother()]
+
+
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_session")
 def test_a_sweep_that_goes_on_knows_all_results_and_trains_nothing_twice(tmp_path: Path) -> None:
-    experiment = Experiment(name="tpe", trainer=TinyTrainer, config=TinyConfig(max_steps=6), storage=str(tmp_path))
+    experiment = Experiment(
+        name="tpe", trainer=TrainsBesideAnother, config=TinyConfig(max_steps=6), storage=str(tmp_path)
+    )
     space = {RATE: LogUniform(1e-6, 1e-1), "config.width": RandInt(3, 9)}
     first = sweep(experiment, Search(space=space, algorithm="tpe", trials=11, concurrent=2, seed=1))
     assert [trial.status for trial in first.trials] == ["completed"] * 11
-    # Two processes ran them, although a trial ends before another process could start.
-    attempts = [event for trial in first.trials for event in read_events(Folder(trial.run_dir))]
-    assert len({each["workers"][0]["pid"] for each in attempts if each["event"] == "attempt_started"}) >= 2
     more = Search(space=space, algorithm="tpe", trials=13, concurrent=1, seed=1)
     past = [trial.tried for trial in first.trials]
     next_one = more.suggest(11, past)

@@ -237,7 +237,7 @@ class MixturePlan:
     def endless_reads(
         self, *, rank: int, world_size: int, offset: int = 0, parts: Sequence[int | None] = ()
     ) -> Iterator[Read]:
-        """Yield the reads of `reads`, and those of all following epochs; only if this epoch `continues`.
+        """Yield the reads of `reads`, and then of all following epochs; only if this epoch `continues`.
 
         A fragment in which an epoch ends is read once for both epochs.
         """

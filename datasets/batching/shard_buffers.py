@@ -28,7 +28,7 @@ class ShardBuffers:
         asked: reads whose rows are still to arrive, in this order; grows while rows arrive.
         chunks: the rows of these reads in order, in chunks of any length.
         filler_row: returns one row, to fill a micro-batch of a rank that has not had any.
-        same_types: refuse rows whose columns or types of numbers differ from those of the first ones.
+        same_types: refuse rows with other columns or types of numbers than the first ones.
         rows_are_batches: each row is a padded batch, and a micro-batch. Micro-batches have one row then.
         in_memory: returns how many rows of a shard stay in memory while the others wait in a temporary file; None for
             all.

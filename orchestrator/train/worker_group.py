@@ -239,7 +239,7 @@ def _runtime_env(scaling: Scaling, *, spares: bool) -> dict[str, Any]:
 
 
 def workers_to_request(avoided: frozenset[str], scaling: Scaling) -> int | tuple[int, int]:
-    """Return the workers to request: those of the experiment, or as many as fit if the driver sizes the group."""
+    """Return the workers to request: as the experiment says, or as many as fit if the driver sizes the group."""
     if not is_sized_by_driver(scaling, avoided):
         return scaling.workers
     least = scaling.min_workers

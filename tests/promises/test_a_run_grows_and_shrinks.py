@@ -70,7 +70,7 @@ def _start_driver(cluster: Cluster, tmp_path: Path, *settings: str) -> subproces
 
 
 def _check_equals_undisturbed_run(run_dir: Path, alone: Path, data: str, *, steps: int) -> None:
-    """Rows of each update, learning rates and losses equal those of one undisturbed process."""
+    """Rows of each update, learning rates and losses are as in one undisturbed process."""
     config = OnRayConfig(
         data=data, global_batch_size=BATCH, max_steps=steps, evaluate_every=None, log_every=Duration(1, "steps")
     )
@@ -139,7 +139,7 @@ def test_a_run_takes_the_node_that_comes_and_goes_on_without_it(cluster: Cluster
 def test_a_run_of_one_kind_of_node_shrinks_and_grows_on_that_kind_alone(
     needs: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Nodes of another kind are idle all the time, and the run does not use them when one of its own dies."""
+    """Nodes of another kind are idle all the time, and the run does not use them when one of its kind dies."""
     run_dir, data = tmp_path / "runs/run", write_rows(tmp_path / "data", ROWS)
     ours: dict[str, Any] = {"labels": {"zone": "a"}, "resources": {"accelerator_type:HW-A": 1}}
 
@@ -152,7 +152,7 @@ def test_a_run_of_one_kind_of_node_shrinks_and_grows_on_that_kind_alone(
         driver = _start_driver(cluster, tmp_path, needs)
 
         def trains(attempt: int) -> None:
-            """Wait until an attempt has saved a checkpoint of its own."""
+            """Wait until an attempt has saved a checkpoint."""
             _wait(lambda: len(events("training")) == attempt, driver)
             at = events("training")[-1]["step"]
             _wait(lambda: events("checkpoint_saved") and events("checkpoint_saved")[-1]["step"] > at, driver)

@@ -115,7 +115,7 @@ class LoaderStream:
 
     @property
     def micro_batch_size(self) -> int:
-        """Maximum rows of one forward pass: those of the config, or else of a batch of the loader."""
+        """Maximum rows of one forward pass: as the config says, or else of a batch of the loader."""
         return self._micro_batch_size
 
     @property

@@ -45,7 +45,7 @@ def shard_fully(
     """Shard a model by FSDP2, in place. Every rank must call this.
 
     Scalars and complex parameters stay whole on every rank, and so do parameters of another dtype than the others of
-    their module, or of one that gloo does not send: FSDP2 shards none of them. Nor would it ever gather those of a
+    their module, or of one that gloo does not send: FSDP2 shards none of them. Nor would it ever gather parameters of a
     `ParameterList`, or of another module that is not called. Their gradients are averaged before the optimizer steps,
     see `whole_parameters`.
 

@@ -160,8 +160,8 @@ ATTRIBUTES_ELSEWHERE = {
 
 _IN_A_SESSION = {
     "prepare": "pass model=, optimizer= and data= to Session",
-    "clip_gradients": "set config.max_grad_norm or config.max_grad_value, which run.step() heeds",
-    "clip_grad_norm_": "set config.max_grad_norm, which run.step() heeds",
+    "clip_gradients": "set config.max_grad_norm or config.max_grad_value, which run.step() applies",
+    "clip_grad_norm_": "set config.max_grad_norm, which run.step() applies",
     "gather_for_metrics": "return numbers from validation_step, where each row counts once, or use metrics=",
     "lr_schedulers": "use run.schedulers[name]",
     "lr_scheduler": "use run.schedulers[name]",
@@ -334,7 +334,7 @@ def _names_used(cls: type, base: type) -> Iterator[str]:
 
 
 def names_used(cls: type) -> Iterator[str]:
-    """Yield the names of attributes that the methods of a class use, without those of its bases."""
+    """Yield the names of attributes that the methods of a class use; methods of its bases do not count."""
     for value in vars(cls).values():
         function = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
         if inspect.isfunction(function):

@@ -12,7 +12,7 @@ from .class_check import names_used
 def warn_of_metrics_never_reset(program: object, callbacks: Iterable[object]) -> None:
     """Warn of torchmetrics objects in attributes whose `compute` is called, where nothing calls `reset`.
 
-    Those of `configure_metrics` are reset before each evaluation.
+    Objects that `configure_metrics` returns are reset before each evaluation.
 
     Args:
         program: the user's code.

@@ -129,7 +129,7 @@ def report_unused(models: Mapping[str, nn.Module], unused: set[torch.Tensor], *,
 
 
 def unused_names(models: Mapping[str, nn.Module], unused: set[torch.Tensor]) -> list[str]:
-    """Return the names of those of the models' parameters that are in `unused`."""
+    """Return the names of the models' parameters that are in `unused`."""
     return [name for name, parameter in named_parameters(models) if parameter in unused]
 
 
@@ -141,7 +141,7 @@ def check_unused_alike(names_by_rank: Sequence[Sequence[str]]) -> None:
     """
     if differing := sorted(set().union(*names_by_rank) - set(names_by_rank[0]).intersection(*names_by_rank[1:])):
         raise StepError(
-            f"{_list(differing)} got no gradient on some ranks in the first update, and a sharded model needs those of "
+            f"{_list(differing)} got no gradient on some ranks in the first update, and a sharded model needs them of "
             "the same parameters on all: set parallel.find_unused_parameters=True"
         )
 

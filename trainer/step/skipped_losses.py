@@ -16,7 +16,7 @@ class SkippedLosses:
 
     Attributes:
         total: micro-batches skipped so far in the run.
-        in_update: those of the current update.
+        in_update: micro-batches skipped in the current update.
     """
 
     def __init__(self, world: World, most_in_a_row: int, trainer_name: str) -> None:

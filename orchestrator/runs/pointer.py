@@ -27,10 +27,12 @@ class Pointer:
     Attributes:
         run_dir: folder of the run.
         checkpoint: path or URI of the checkpoint.
+        reported_step: step of the evaluation that was reported to Ray Tune with it; None outside of a trial.
     """
 
     run_dir: str
     checkpoint: str
+    reported_step: int | None = None
 
 
 def write_pointer(pointer: Pointer, folder: str) -> None:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
 from rich.console import Console
 
 from headway.trainer.callbacks.base import Callback
 from headway.trainer.checkpoints.retention import Mode
+from headway.trainer.checkpoints.scan import scan
+from headway.trainer.checkpoints.storage import open_storage
 from headway.trainer.errors import ConfigError
+from headway.trainer.result import PER_EPOCH
+from headway.trainer.trackers.jsonl import read_records
 from headway.trainer.trainer import Trainer
 
 from ...display.console import RunConsole
 from ...runs.metric_history import metric_by_step
-from ...runs.pointer import Pointer, write_pointer
+from ...runs.pointer import Pointer, read_pointer, write_pointer
 from ...runs.requests import StopRequest, read_stop_request, request_stop
-from ...storage.events import Event
+from ...storage.events import Event, read_events
 from ...storage.folder import Folder
 
 ENDED_BY_TUNE = "ended or paused by Ray Tune"
@@ -46,6 +51,11 @@ def check_metric(metric: str | None, metrics: Mapping[str, float], of: str) -> N
         raise ConfigError(f"metric is {metric!r}, but {of} logs {', '.join(metrics) or 'no metric'}")
 
 
+def _is_metric(name: str) -> bool:
+    """Return whether a field of a record in `metrics.jsonl` is a metric that callbacks receive as well."""
+    return name not in ("step", "epoch", "time", "attempt") and not name.startswith(PER_EPOCH)
+
+
 class TuneReporter:
     """Reports the evaluations of one trial to Ray Tune, each with a pointer to its checkpoint if it saves one.
 
@@ -53,16 +63,19 @@ class TuneReporter:
         run_dir: folder of the trial's run.
         metric: a metric that each evaluation must have; None: any will do.
         saves: whether an evaluation is reported only once its checkpoint is complete.
+        is_adopted: whether the trial starts from a checkpoint of another trial.
         mode: "min" or "max" in a sweep, which reports the metric alone; None reports all metrics, to a user's `Tuner`.
 
     Attributes:
         has_ended: whether Ray Tune has ended or paused the trial.
     """
 
-    def __init__(self, run_dir: str, metric: str | None, *, saves: bool, mode: Mode | None = None) -> None:
+    def __init__(
+        self, run_dir: str, metric: str | None, *, saves: bool, is_adopted: bool = False, mode: Mode | None = None
+    ) -> None:
         self.has_ended = False
         self.folder = Folder(run_dir)
-        self._metric, self._saves, self._mode = metric, saves, mode
+        self._metric, self._saves, self._is_adopted, self._mode = metric, saves, is_adopted, mode
         self._metrics: dict[str, float] = {}
         # Evaluations that wait for their checkpoint: step and report.
         self._waiting: list[tuple[int, dict[str, Any]]] = []
@@ -105,12 +118,68 @@ class TuneReporter:
             self._report(report, checkpoint)
         return bool(due)
 
+    def restored(self, step: int) -> bool:
+        """Report the evaluations up to a restored checkpoint that Ray Tune does not know.
+
+        The process may have died between a checkpoint and its report, or Ray Tune may have restored an older state.
+
+        Returns:
+            Whether there was one.
+        """
+        # Later ones will be made again.
+        self._waiting = []
+        if not self._saves or self._is_adopted or self._logged is not None:
+            return False
+        missed = self._missed(step)
+        for report, checkpoint in missed:
+            self._report(report, checkpoint)
+        return bool(missed)
+
+    def _missed(self, step: int) -> list[tuple[dict[str, Any], str]]:
+        """Return the reports, with their checkpoints, after the last one that Ray Tune knows, up to a step."""
+        from ray import tune
+
+        from ...train.ray_train_thread import call_ray
+
+        known, checkpoint = -1, call_ray(tune, "get_checkpoint")
+        if checkpoint is not None:
+            if (reported := read_pointer(checkpoint).reported_step) is None:
+                return []
+            known = reported
+        events = read_events(self.folder)
+        evaluated = {event["step"]: event for event in events if event["event"] == "evaluated"}
+        steps = sorted(each for each in evaluated if known < each <= step)
+        if self._mode is not None and checkpoint is None:
+            # An earlier driver of the sweep has had the others.
+            steps = steps[-1:]
+        if not steps:
+            return []
+        # A process that died just after a checkpoint has not written its event.
+        there = scan(open_storage(self.folder.path("checkpoints")))
+        saved = {each.checkpoint.step: each.checkpoint.path for each in there if each.checkpoint}
+        saved |= {event["step"]: event["path"] for event in events if event["event"] == "checkpoint_saved"}
+        records = sorted(read_records(self.folder.path("metrics.jsonl")), key=itemgetter("step"))
+        found = []
+        for each in steps:
+            for record in records:
+                if record["step"] <= each:
+                    self._metrics.update({name: value for name, value in record.items() if _is_metric(name)})
+            check_metric(self._metric, evaluated[each]["metrics"], "an evaluation")
+            self._metrics.update(evaluated[each]["metrics"])
+            after = min((at for at in saved if each <= at <= step), default=None)
+            report = self._make_report(each, evaluated[each]["evaluations"])
+            found.append((report, "" if after is None else saved[after]))
+        return found
+
     def finish(self, result: Mapping[str, Any]) -> None:
         """Report the end of a run that has reported nothing, or whose last checkpoint Ray Tune does not know.
 
         Args:
             result: the fields of `RunResult`.
         """
+        if not self._has_reported:
+            # The run had ended before this process began.
+            self.restored(result["steps"])
         last = result["last_checkpoint"] or ""
         if result["metrics"] and (not self._has_reported or last != self._reported_checkpoint):
             self._report({**result["metrics"], "step": result["steps"]}, last)
@@ -131,12 +200,14 @@ class TuneReporter:
             return
         self._has_reported = True
         try:
-            if checkpoint in ("", self._reported_checkpoint):
+            if not checkpoint:
                 call_ray(tune, "report", report)
                 return
             self._reported_checkpoint = checkpoint
             with tempfile.TemporaryDirectory(prefix="headway-pointer-") as folder:
-                write_pointer(Pointer(run_dir=self.folder.place, checkpoint=checkpoint), folder)
+                write_pointer(
+                    Pointer(run_dir=self.folder.place, checkpoint=checkpoint, reported_step=report["step"]), folder
+                )
                 call_ray(tune, "report", report, checkpoint=tune.Checkpoint.from_directory(folder))
         except SystemExit:
             # Raised by Ray Tune inside the report to end or pause the trial.
@@ -152,6 +223,11 @@ class ReportEvaluations(Callback):
 
     def __init__(self, reporter: TuneReporter) -> None:
         self._reporter = reporter
+
+    def on_restored(self, trainer: Trainer[Any]) -> None:
+        """Report what Ray Tune does not know of the restored run."""
+        if self._reporter.restored(trainer.global_step):
+            self._follow(trainer)
 
     def on_log(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
         """Hand over the metrics of the training."""
@@ -196,6 +272,8 @@ class EventReporter(RunConsole):
             self._reporter.evaluated(event["step"], event["metrics"], event["evaluations"])
         elif event["event"] == "checkpoint_saved":
             self._reporter.saved(event["step"], event["path"])
+        elif event["event"] == "restored":
+            self._reporter.restored(event["step"])
         folder = self._reporter.folder
         if self._reporter.has_ended and read_stop_request(folder) is None:
             request_stop(folder, StopRequest(reason=ENDED_BY_TUNE, status="interrupted"))

@@ -105,8 +105,9 @@ def run_trial(start: Start, config: Mapping[str, Any], metric: str | None) -> No
     _check_folder(experiment, trial.get_trial_id(), config)
     source = _source_of(experiment.run_dir)
     start = replace(start, resume_options=replace(start.resume_options, resume=source or "auto"))
-    reporter = TuneReporter(experiment.run_dir, metric, saves=True)
-    callbacks = trial_callbacks(saves=True, is_adopted=source is not None)
+    is_adopted = source is not None
+    reporter = TuneReporter(experiment.run_dir, metric, saves=True, is_adopted=is_adopted)
+    callbacks = trial_callbacks(saves=True, is_adopted=is_adopted)
     if experiment.scaling.trains_in_trial:
         # A trial has one process at a time; its last one may have been on a machine that is lost.
         result = train_rank(

@@ -89,11 +89,12 @@ def run_trial(config: dict[str, Any], task: SweepTask) -> None:
 def _train_trial(run: Run, experiment: Experiment, resume: str, task: SweepTask) -> None:
     """Train a trial that this process owns."""
     trains_here = experiment.scaling.trains_in_trial
-    reporter = TuneReporter(run.run_dir, task.metric, saves=task.pauses, mode=task.mode)
+    is_adopted = resume != "auto"
+    reporter = TuneReporter(run.run_dir, task.metric, saves=task.pauses, is_adopted=is_adopted, mode=task.mode)
     display = RunConsole(Console(quiet=True)) if trains_here else EventReporter(reporter)
     reports = [ReportEvaluations(reporter)] if trains_here else []
     try:
-        callbacks = [*reports, *trial_callbacks(saves=task.pauses, is_adopted=resume != "auto")]
+        callbacks = [*reports, *trial_callbacks(saves=task.pauses, is_adopted=is_adopted)]
         result = drive(experiment, run, display, callbacks, ResumeOptions(resume=resume, accept_changes=task.pauses))
         if result.status == "completed":
             check_metric(task.metric, result.metrics, "a trial")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,8 @@ from ray.tune.schedulers import ASHAScheduler
 from ray.tune.search.optuna import OptunaSearch
 from ray.tune.search.repeater import TRIAL_INDEX
 
-from headway.orchestrator import Experiment, Run, checkpoint_path, trainable
+from headway.orchestrator import Experiment, Run, Scaling, checkpoint_path, trainable
+from headway.orchestrator.runs.metric_history import metric_by_step
 from headway.orchestrator.runs.pointer import Pointer, write_pointer
 from headway.orchestrator.runs.resume import ResumeOptions
 from headway.orchestrator.sweeps.tune.trainable import run_trial
@@ -80,6 +83,10 @@ def test_each_evaluation_is_reported_once_with_its_checkpoint(tmp_path: Path, mo
 
     # As after `Tuner.restore`, whose last snapshot may be of before the end.
     around.reports.clear()
+    around.train(ours, {"config.learning_rate": 0.1})
+    assert [report["step"] for report in around.reports] == [4, 8, 12]
+    around.reports.clear()
+    around.give(Pointer(**around.pointers[-1]), tmp_path / "own")  # type: ignore[arg-type]
     around.train(ours, {"config.learning_rate": 0.1})
     assert [report["step"] for report in around.reports] == [12]
 
@@ -154,6 +161,57 @@ def test_a_trial_goes_on_from_the_checkpoint_of_another_with_its_own_values(
     assert [report["step"] for report in other.reports] == [8]
     assert run.record.resumed_from == donor["checkpoint"]
     assert 0 < run.record.metrics["lr"] < 0.02
+
+
+class DiesAfterASave(TinyTrainer):
+    """Its process is killed when a checkpoint is complete and nothing has heard of it yet."""
+
+    def on_checkpoint_saved(self, checkpoint: Any) -> None:
+        if self.attempt == 1 and checkpoint.step == 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_trial_that_dies_just_after_a_save_reports_its_evaluation_when_it_resumes(
+    tmp_path: Path, ray_session: None, workers: int
+) -> None:
+    ours = experiment(tmp_path, log_every="4 steps", checkpoint=CheckpointConfig(every=None, keep_last="all"))
+    ours = replace(ours, trainer=DiesAfterASave, scaling=Scaling(workers=workers))
+    results = tune.Tuner(
+        trainable(ours, metric="validation/loss"),
+        run_config=tune.RunConfig(
+            storage_path=str(tmp_path / "ray"), verbose=0, failure_config=tune.FailureConfig(max_failures=1)
+        ),
+    ).fit()
+    assert results.num_errors == 0
+    reports = results[0].metrics_dataframe
+    assert reports is not None
+    (run,) = [Run(str(file.parent)) for file in Path(ours.run_dir).glob("*/run.json")]
+    assert run.record.attempts == 2
+    assert list(zip(reports["step"], reports["evaluations"], strict=True)) == [(4, 1), (8, 2), (12, 3)]
+    assert reports["validation/loss"].to_list() == list(metric_by_step(run.folder, "validation/loss").values())
+    if workers == 1:
+        assert reports["train/loss"].notna().all()
+    paths = [checkpoint_path(checkpoint) for checkpoint, _ in results[0].best_checkpoints]
+    assert [Path(path).name for path in paths] == ["step-00000004", "step-00000008", "step-00000012"]
+
+
+def test_a_trial_reports_all_that_an_older_state_of_the_tuner_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    around, ours = Tune(monkeypatch, ends_at=16), experiment(tmp_path, max_steps=24)
+    with pytest.raises(SystemExit):
+        around.train(ours, {})
+    assert [report["step"] for report in around.reports] == [4, 8, 12, 16]
+    resumed = Tune(monkeypatch)
+    resumed.give(Pointer(**around.pointers[1]), tmp_path / "own")  # type: ignore[arg-type]
+    resumed.train(ours, {})
+    for before, again in zip(around.reports[2:], resumed.reports, strict=False):
+        assert before.items() <= again.items()
+    assert resumed.pointers[:2] == around.pointers[2:]
+    assert [report["step"] for report in resumed.reports] == [12, 16, 20, 24]
+    assert [report["evaluations"] for report in resumed.reports] == [3, 4, 5, 6]
 
 
 def test_a_trial_with_the_name_of_another_does_not_get_its_result(

@@ -6,7 +6,7 @@ these have equal sizes, or wait for each other until the timeout if one gathers 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..errors import StepError
-from .fsdp import units_of
+from .fsdp import callable_roots, units_of
 from .world import World
 
 _UPDATES_TO_COMPARE = 2
+_TIMEOUTS = ("Timed out waiting", "Application timeout caused pair closure", "operation timeout")
+"""In messages of gloo and NCCL."""
 
 
 class GatherOrder:
@@ -31,19 +33,23 @@ class GatherOrder:
     Args:
         models: sharded, by name.
         world: all ranks.
+        is_outside: whether a call of a model that is not recorded is one outside of updates and evaluations.
 
     Attributes:
+        calls_outside: how often this rank has called models outside of updates and evaluations.
         fingerprint: of all gathers so far, below 2**30; equal on all ranks after the same update.
     """
 
-    def __init__(self, models: Mapping[str, nn.Module], world: World) -> None:
-        self._world = world
+    def __init__(self, models: Mapping[str, nn.Module], world: World, *, is_outside: Callable[[], bool]) -> None:
+        self._world, self._is_outside = world, is_outside
         self._names: list[str] = []
         self._around: list[str] = []
         self._updates_left = _UPDATES_TO_COMPARE
         self._is_recording = False
-        self.fingerprint = 0
+        self.fingerprint = self.calls_outside = 0
         for name, model in models.items():
+            for root in callable_roots(model):
+                root.register_forward_pre_hook(self._count_call, prepend=True)
             modules = dict(model.named_modules())
             units = {id(each) for each in units_of([model])}
             for path, unit in modules.items():
@@ -66,6 +72,10 @@ class GatherOrder:
     def end_update(self) -> None:
         """Count an update."""
         self._updates_left = max(0, self._updates_left - 1)
+
+    def _count_call(self, *_: Any) -> None:
+        if not self._is_recording and self._is_outside():
+            self.calls_outside += 1
 
     def _before_forward(self, number: int, owner: nn.Module, key: str, shard: torch.Tensor | None, *_: Any) -> None:
         # Otherwise it is gathered already.
@@ -97,9 +107,27 @@ def differing_gathers() -> StepError:
     """Return the error for fingerprints that differ between ranks."""
     return StepError(
         "the ranks have gathered different parts of the model at the same time since their last agreement, and FSDP2 "
-        "has mixed up their weights: if the data chooses which parts run, such as the experts of a layer, name the "
-        "class of the layer in parallel.shard_modules, set parallel.find_unused_parameters=True, and begin from a "
+        "has mixed up their weights. If a rank calls the model outside of updates, such as to choose an action, call "
+        "it equally often on all ranks; if the data chooses which parts run, such as the experts of a layer, name the "
+        "class of the layer in parallel.shard_modules and set parallel.find_unused_parameters=True. Then begin from a "
         "checkpoint before that"
+    )
+
+
+def add_timeout_advice(error: BaseException, calls_outside: int | None) -> None:
+    """Add a note to a timeout of a collective, which ranks that call a sharded model unequally often run into.
+
+    Args:
+        error: of any kind; only timeouts get the note.
+        calls_outside: see `GatherOrder`; None if unknown.
+    """
+    if not isinstance(error, RuntimeError) or not any(words in str(error) for words in _TIMEOUTS):
+        return
+    here = "" if calls_outside is None else f" (calls of this rank: {calls_outside})"
+    error.add_note(
+        "under FSDP2 all ranks must call a model equally often: if one calls it outside of updates, such as to choose "
+        f"an action{here}, and another does not, they wait for each other until the timeout. Call it on all ranks and "
+        "ignore the result where it is not needed, or use parallel.strategy='ddp'"
     )
 
 

@@ -22,6 +22,7 @@ from ..distributed import parallelize
 from ..distributed.context_parallel import add_attention_advice
 from ..distributed.ddp import add_ddp_advice
 from ..distributed.fsdp import add_shard_advice
+from ..distributed.gather_order import add_timeout_advice
 from ..distributed.mesh import Mesh
 from ..distributed.tensor_parallel import add_uneven_sizes
 from ..distributed.world import World
@@ -232,6 +233,9 @@ class Engine:
             add_attention_advice(error, self.world.device)
         if parallel.strategy in ("fsdp", "hsdp"):
             add_shard_advice(error)
+            if self.is_set_up and self.world.size > 1:
+                order = self.loop.optimizer_step.gather_order
+                add_timeout_advice(error, None if order is None else order.calls_outside)
         add_ddp_advice(error)
         if parallel.tp > 1:
             add_uneven_sizes(error, self.models)

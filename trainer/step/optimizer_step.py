@@ -134,7 +134,11 @@ class OptimizerStep:
         self._buffers_to_sync = buffers_to_sync(self._sharded.values())
         # Not under compile, whose code would be compiled again for each number.
         is_compiled = ctx.config.parallel.compile
-        self.gather_order = GatherOrder(self._sharded, ctx.world) if self._sharded and not is_compiled else None
+        self.gather_order: GatherOrder | None = None
+        if self._sharded and not is_compiled:
+            # A loop of the user's is in "forward" as soon as it has its batch.
+            outside = ("between updates", "reading data", "forward")
+            self.gather_order = GatherOrder(self._sharded, ctx.world, is_outside=lambda: ctx.activity.phase in outside)
         self._whole = {parameter for model in self._sharded.values() for parameter in whole_parameters(model)}
         if ctx.config.parallel.find_unused_parameters:
             reduce_unused(self._sharded.values())

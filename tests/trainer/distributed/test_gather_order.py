@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from headway.trainer import StepError, World
+from headway.trainer import Duration, ParallelConfig, Session, StepError, TrainerConfig, World
 from tests.distributed import run_on_ranks
 from tests.tiny import TinyTrainer, weights
 from tests.trainer.distributed.test_parallelize import _config
@@ -85,3 +85,40 @@ def test_ranks_that_gather_different_units_are_told_which_layer_to_name() -> Non
         assert "(rank 0: none, rank 1: model.0.experts.2)" in more
         assert "put them into a module with forward() and name its class in parallel.shard_modules" in root
         assert later.startswith("the ranks have gathered different parts of the model at the same time since")
+
+
+def _explore(world: World, first: int) -> None:
+    """Train in a loop in which only the main rank calls the model before the update after `first`."""
+    world.set_timeout(3.0)
+    config = TrainerConfig(max_steps=40, parallel=ParallelConfig(strategy="fsdp", timeout=Duration(3, "seconds")))
+    with Session(
+        config,
+        model=lambda: nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2)),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        data=lambda: [torch.ones(4, 4) for _ in range(40)],
+        world=world,
+    ) as run:
+        run.restore()
+        for batch in run:
+            if run.global_step == first and world.is_main:
+                with torch.no_grad():
+                    run.model(torch.ones(1, 4))
+            for micro_batch in run.accumulate(batch):
+                run.backward(run.model(micro_batch).square().mean())
+            run.step()
+
+
+def test_ranks_that_call_a_model_unequally_often_outside_of_updates_wait_and_are_told_why() -> None:
+    with pytest.raises(AssertionError) as raised:
+        run_on_ranks(_explore, 2, 0)
+    assert "under FSDP2 all ranks must call a model equally often: if one calls it outside of updates" in str(
+        raised.value
+    )
+    assert "(calls of this rank: 1)" in str(raised.value)
+
+
+def test_ranks_that_call_a_model_unequally_often_outside_of_updates_are_told_at_an_agreement() -> None:
+    with pytest.raises(
+        AssertionError, match="If a rank calls the model outside of updates, such as to choose an action"
+    ):
+        run_on_ranks(_explore, 2, 3)

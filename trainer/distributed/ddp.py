@@ -27,6 +27,10 @@ _ADVICE = {
         "parallel.find_unused_parameters, or let the step call a method of the model in place of the model, and "
         "Headway reduces the gradients"
     ),
+    "Cannot access data pointer of Tensor that doesn't have storage": (
+        "where torch.func (vmap, grad, functional_call) called a model that DDP has wrapped: give it "
+        "self.unwrap(self.model) and the named_parameters() of that, or put the call into a method of the model"
+    ),
 }
 """What to do about torch's errors, by what they say."""
 

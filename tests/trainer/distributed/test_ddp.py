@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call, grad, vmap
 from torch.utils.data import DataLoader
 
 from headway.trainer import ConfigError, ParallelConfig, Session, World
@@ -187,3 +189,43 @@ def _unfinished(world: World) -> None:
 
 def test_a_loss_of_a_part_of_a_model_is_told_what_to_set() -> None:
     run_on_ranks(_unfinished, 2)
+
+
+class _WeighsByGradientNorms(TinyTrainer):
+    """Counts samples with large gradients less."""
+
+    takes_wrapped = False
+
+    def configure_models(self) -> None:
+        self.model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        model = self.model if self.takes_wrapped else self.unwrap(self.model)
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+        def loss_of(weights: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(functional_call(model, weights, (x[None],)), y[None])
+
+        gradients = vmap(grad(loss_of), (None, 0, 0))(weights, batch["x"], batch["y"])
+        norms_B = torch.stack([each.flatten(1).norm(dim=1) for each in gradients.values()]).norm(dim=0)
+        return (F.cross_entropy(self.model(batch["x"]), batch["y"], reduction="none") / (1 + norms_B)).mean()
+
+
+class _GivesTheWrappedModel(_WeighsByGradientNorms):
+    takes_wrapped = True
+
+
+def _per_sample(world: World) -> tuple[dict[str, torch.Tensor], list[str]]:
+    trainer = _WeighsByGradientNorms(TinyConfig(max_steps=4, global_batch_size=8), world=world)
+    trainer.fit()
+    with pytest.raises(RuntimeError) as raised:
+        _GivesTheWrappedModel(TinyConfig(max_steps=4, global_batch_size=8), world=world).fit()
+    return weights(trainer), raised.value.__notes__
+
+
+def test_gradients_of_samples_need_the_model_without_ddp() -> None:
+    alone = _WeighsByGradientNorms(TinyConfig(max_steps=4, global_batch_size=8), world=World.single("cpu"))
+    alone.fit()
+    for trained, notes in run_on_ranks(_per_sample, 2):
+        torch.testing.assert_close(trained, weights(alone))
+        assert any("self.unwrap(self.model) and the named_parameters() of that" in note for note in notes)

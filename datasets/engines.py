@@ -38,8 +38,10 @@ _WAITING_JOBS = 1000
 # Finished tasks whose rows may wait in Ray's object store, beside those being read. With one or two, Ray Data starts a
 # task only when another's rows have been taken, and its readers idle half of the time (Ray 2.60).
 _WAITING_TASKS = 4
-# Tasks of one Ray Data execution. It stores them all before it starts, so a long epoch is read by several executions.
-_TASKS_PER_EXECUTION = 64
+# Tasks of one Ray Data execution, for each of its readers, and at least. An execution ends only with all of its tasks,
+# so that closing a stream waits for them, and more of them do not read faster (Ray 2.60).
+_TASKS_PER_READER = 4
+_TASKS_PER_EXECUTION = 8
 _ERROR = "headway: error"
 # Key in the metadata of a table: the pickled jobs whose rows it has, to name the row of an error.
 _JOBS = b"headway: jobs"
@@ -157,7 +159,7 @@ class _Execution:
         cls, tasks: Iterator[list[ReadJob]], transforms: Sequence[Transform], readers: int, nodes: DataNodes
     ) -> _Execution | None:
         """Start reading the next tasks; return None if there are none."""
-        some = list(islice(tasks, _TASKS_PER_EXECUTION))
+        some = list(islice(tasks, max(_TASKS_PER_EXECUTION, _TASKS_PER_READER * readers)))
         return cls(some, transforms, readers, nodes) if some else None
 
     def read_ahead(self, blocks: int) -> None:
@@ -186,16 +188,15 @@ class _Execution:
         try:
             # Not `iter_batches`: abandoned midway, it kills the processes of its tasks, and the next stream spends
             # seconds starting them again. Blocks come out as they were made: in task order, never split or merged.
-            bundles, drop_unstarted_tasks = execute(self._dataset)
-            for bundle in bundles:
+            # Always to the end: abandoning an execution cancels its tasks, and a task that ends while it is being
+            # cancelled may abort this whole process: https://github.com/ray-project/ray/issues/54846.
+            for bundle in self._dataset.iter_internal_ref_bundles():
                 if end is None and not self._stopped.is_set():
                     try:
                         self._take(bundle.block_refs)
                     except BaseException as error:
                         end = error
                 del bundle
-                if end is not None or self._stopped.is_set():
-                    drop_unstarted_tasks()
         except BaseException as error:
             end = end or error
         self._put(end)
@@ -226,33 +227,6 @@ class _Execution:
             except queue.Full:
                 continue
             return
-
-
-def execute(dataset: Any) -> tuple[Iterator[Any], Callable[[], None]]:
-    """Start a dataset's execution; return its bundles, and a function that removes the tasks that have not started.
-
-    The execution then ends with the tasks that have started. Abandoning it would cancel these, and a task that ends
-    while it is being cancelled may abort this whole process: https://github.com/ray-project/ray/issues/54846.
-
-    Ray Data has no public way to end an execution, so this uses private parts of it. Without them nothing is removed:
-    closing a stream then waits for the rest of the execution's tasks.
-
-    Args:
-        dataset: a `ray.data.Dataset`.
-    """
-    try:
-        # This is what `iter_internal_ref_bundles` does, which does not return the executor.
-        bundles, _, executor = dataset._execute_to_iterator(capture_executor=False)
-    except (AttributeError, TypeError, ValueError):
-        return dataset.iter_internal_ref_bundles(), lambda: None
-
-    def drop_unstarted_tasks() -> None:
-        with contextlib.suppress(AttributeError, TypeError):
-            for operator in executor._topology.values():
-                for waiting in operator.input_queues:
-                    waiting.clear()
-
-    return bundles, drop_unstarted_tasks
 
 
 def _dataset(tasks: list[list[ReadJob]], transforms: Sequence[Transform], readers: int, nodes: DataNodes) -> Any:

@@ -8,7 +8,6 @@ import re
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -18,7 +17,7 @@ import pytest
 import torch
 
 from headway.datasets.batching import memory_limits
-from headway.datasets.engines import _tasks, execute
+from headway.datasets.engines import _tasks
 from headway.datasets.errors import DataError
 from headway.datasets.formats.jsonl import JsonLines
 from headway.datasets.mixture import Mixture
@@ -329,48 +328,6 @@ def test_closing_leaves_no_execution_in_ray_data(
     while (running := _executors()) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not running
-
-
-@pytest.mark.ray
-def test_an_execution_of_ray_data_ends_early_and_without_its_private_parts_at_its_end(
-    tmp_path: Path, ray_session: None
-) -> None:
-    """Fails if Ray Data changes the private parts by which an execution ends early."""
-    import ray.data
-
-    released = tmp_path / "released"
-
-    def wait(rows: Any) -> Any:
-        while rows["item"][0] > 0 and not released.exists():
-            time.sleep(0.05)
-        return rows
-
-    dataset = ray.data.from_items(list(range(32)), override_num_blocks=32)
-    dataset = dataset.map_batches(wait, num_cpus=0, concurrency=1)
-    bundles, drop_unstarted_tasks = execute(dataset)
-    next(bundles)
-    drop_unstarted_tasks()
-    released.touch()
-    num_left = 0
-    for _ in bundles:
-        drop_unstarted_tasks()
-        num_left += 1
-    assert num_left < 31
-
-    class Changed:
-        def iter_internal_ref_bundles(self) -> Any:
-            return iter(dataset.iter_internal_ref_bundles())
-
-    class WithoutQueues:
-        def _execute_to_iterator(self, *, capture_executor: bool) -> Any:
-            operators: Any = {"operator": SimpleNamespace(waiting=[])}
-            return iter(dataset.iter_internal_ref_bundles()), None, SimpleNamespace(_topology=operators)
-
-    for changed in (Changed(), WithoutQueues()):
-        bundles, drop_unstarted_tasks = execute(changed)
-        next(bundles)
-        drop_unstarted_tasks()
-        assert len(list(bundles)) == 31
 
 
 def _executors() -> list[str]:

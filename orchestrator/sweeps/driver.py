@@ -373,6 +373,11 @@ class SweepDriver:
         """Start no more trials; the others save a checkpoint and end."""
         self._goal = self._goal or reason
 
+    def paused(self, name: str, *, is_paused: bool) -> None:
+        """Tell the searcher that the scheduler pauses or continues a trial."""
+        if self._searcher is not None:
+            self._searcher.pause(self._trials[name].index, is_paused=is_paused)
+
     def reported(self, name: str, report: Mapping[str, Any]) -> None:
         """Show the report of a trial, and give it to the searcher."""
         self._display.reported(name, report)

@@ -160,6 +160,14 @@ class JournalSearcher(NotPickled, Searcher):  # type: ignore[misc]
         """Forward it."""
         self._driver.ended(self._names[trial_id], self._scheduler.training_error(trial_id) if error else None)
 
+    def on_pause(self, trial_id: str) -> None:
+        """Forward it: `HyperBandForBOHB` tells the searcher, which counts the trials that train."""
+        self._driver.paused(self._names[trial_id], is_paused=True)
+
+    def on_unpause(self, trial_id: str) -> None:
+        """Forward it."""
+        self._driver.paused(self._names[trial_id], is_paused=False)
+
     def save(self, checkpoint_path: str) -> None:
         """Save nothing: the state is in the journal."""
 

@@ -100,6 +100,12 @@ class TuneSearcher:
         if index in self._ids and index not in self._told:
             self._searcher.on_trial_result(self._ids[index], dict(result))
 
+    def pause(self, index: int, *, is_paused: bool) -> None:
+        """Forward that a trial is paused or continues, to a searcher that has the methods for it, as `TuneBOHB`."""
+        forward = getattr(self._searcher, "on_pause" if is_paused else "on_unpause", None)
+        if forward is not None and index in self._ids and index not in self._told:
+            forward(self._ids[index])
+
     def _set_space(self) -> None:
         if (optuna := sys.modules.get("optuna")) is not None:
             # As for "tpe": otherwise it prints a line for each study and each result.

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 import pytest
 from ray import tune
-from ray.tune.schedulers import ASHAScheduler, HyperBandScheduler
+from ray.tune.schedulers import ASHAScheduler, HyperBandForBOHB, HyperBandScheduler
 from ray.tune.schedulers.pb2 import PB2
+from ray.tune.search import Searcher
 from ray.tune.search.optuna import OptunaSearch
 
 from headway.orchestrator import Experiment, LogUniform, Scaling, Search, Uniform, sweep
@@ -82,6 +83,50 @@ def test_synchronous_hyperband_ends_the_trials_that_it_has_paused(tmp_path: Path
     pruned = [trial for trial in result.trials if trial.reason.startswith("pruned by HyperBandScheduler after ")]
     assert pruned
     assert all(trial.last_checkpoint for trial in pruned)
+
+
+class LikeBOHB(Searcher):  # type: ignore[misc]
+    """Has the methods of `TuneBOHB`, whose packages are not installed here."""
+
+    # Per trial: budgets of the results, and "pause" or "unpause".
+    heard: ClassVar[dict[str, list[Any]]] = {}
+
+    def set_search_properties(self, metric: str | None, mode: str | None, config: dict[str, Any], **_: Any) -> bool:
+        return True
+
+    def suggest(self, trial_id: str) -> dict[str, float]:
+        LikeBOHB.heard[trial_id] = []
+        return {RATE: 10.0 ** -len(LikeBOHB.heard)}
+
+    def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
+        LikeBOHB.heard[trial_id] += filter(None, [result["hyperband_info"].get("budget")])
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        pass
+
+    def on_pause(self, trial_id: str) -> None:
+        LikeBOHB.heard[trial_id].append("pause")
+
+    def on_unpause(self, trial_id: str) -> None:
+        LikeBOHB.heard[trial_id].append("unpause")
+
+    def save(self, checkpoint_path: str) -> None:
+        Path(checkpoint_path).touch()
+
+
+def test_a_searcher_for_bohb_hears_of_budgets_and_pauses(tmp_path: Path) -> None:
+    LikeBOHB.heard.clear()
+    search = Search(
+        space={RATE: Uniform(0.0, 1.0)}, algorithm=LikeBOHB(), trials=4, concurrent=2,
+        scheduler=HyperBandForBOHB(time_attr="evaluations", max_t=4, reduction_factor=2),
+    )  # fmt: skip
+    result = sweep(experiment(tmp_path), search)
+    assert result.status == "completed"
+    heard = list(LikeBOHB.heard.values())
+    assert len(heard) == 4
+    assert {each for events in heard for each in events} >= {1, "pause", "unpause"}
+    pruned = [trial for trial in result.trials if trial.reason.startswith("pruned by HyperBandForBOHB after 1 eval")]
+    assert len(pruned) == 2
 
 
 @pytest.mark.extended

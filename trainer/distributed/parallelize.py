@@ -399,15 +399,20 @@ def _check_all_on_meta_or_none(model: nn.Module) -> None:
 
 
 def _keeping_ties(model: nn.Module, move: Callable[[], object]) -> None:
-    """Move a model from or to the meta device, where each module gets a separate tensor, and keep tied weights tied."""
+    """Move a model from or to the meta device, where each module gets a separate tensor; shared ones stay shared."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(id(parameter), []).append((module, name))
+        own = module.named_parameters(recurse=False, remove_duplicate=False)
+        buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+        for name, tensor in (*own, *buffers):
+            places.setdefault(id(tensor), []).append((module, name))
     move()
     for (first, its_name), *others in places.values():
         for module, name in others:
-            module.register_parameter(name, first.get_parameter(its_name))
+            if its_name in first._parameters:
+                module.register_parameter(name, first.get_parameter(its_name))
+            else:
+                setattr(module, name, first.get_buffer(its_name))
 
 
 def on_meta(model: nn.Module) -> bool:

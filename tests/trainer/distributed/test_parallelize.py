@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -475,3 +476,37 @@ def test_blocks_are_compiled_once_also_those_of_torch(
     torch._dynamo.reset()
     assert len(graphs) == 1
     assert list(trainer.model.state_dict()) == names
+
+
+class _Coupling(nn.Module):
+    def __init__(self, mask_C: torch.Tensor) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 6)
+        self.register_buffer("mask", mask_C)
+
+    def forward(self, x_BC: torch.Tensor) -> torch.Tensor:
+        return x_BC + (1 - self.mask) * self.net(x_BC * self.mask).tanh()
+
+
+class _Flow(TinyTrainer):
+    """Each mask is a buffer of two layers."""
+
+    def configure_models(self) -> None:
+        mask_C = torch.arange(6) % 2.0
+        masks = [mask_C, 1 - mask_C]
+        self.model = nn.Sequential(*[_Coupling(masks[i % 2]) for i in range(4)], nn.Linear(6, 3))
+
+
+def _train_flow(world: World) -> dict[str, torch.Tensor]:
+    trainer = _Flow(
+        replace(_config(strategy="fsdp" if world.size > 1 else "none"), max_steps=4, global_batch_size=8), world=world
+    )
+    trainer.fit()
+    assert trainer.model[0].mask is trainer.model[2].mask
+    return weights(trainer)
+
+
+def test_a_buffer_that_two_modules_share_gets_its_values_when_the_model_is_sharded() -> None:
+    alone = _train_flow(ALONE)
+    for on_ranks in run_on_ranks(_train_flow, 2):
+        torch.testing.assert_close(on_ranks, alone)

@@ -40,7 +40,8 @@ def make_models(program: Program, ctx: RunContext, numerics: Numerics, *, shapes
     They are created on the meta device, without memory. If `init_weights` is not overridden and would lose values that
     the user's code gives to them, or if that code does not run there, they are created again with their values. If they
     are to be sharded, only the main rank keeps values; the others need not create them where code runs on the meta
-    device, and take turns where it does not, so that a machine has room for one model besides that of the main rank.
+    device and makes the same tensors there, and otherwise take turns, so that a machine has room for one model besides
+    that of the main rank.
 
     Args:
         program: gets the models as attributes.
@@ -75,20 +76,22 @@ def make_models(program: Program, ctx: RunContext, numerics: Numerics, *, shapes
     if shards:
         # Before the ranks take turns.
         check_agreement(ctx.world, {"models created": obstacle.kind if obstacle else "on meta"})
-    if obstacle is not None:
-        if not shards:
+    if obstacle is not None and not shards:
+        make_with_values()
+    elif obstacle is not None:
+        has_values = obstacle.runs_on_meta and ctx.world.is_main
+        if has_values:
             make_with_values()
-        elif not obstacle.runs_on_meta:
+        # A module may have other tensors on the meta device, such as the buffer of an orthogonal parametrization.
+        if not obstacle.runs_on_meta or _differ_between_ranks(program, ctx):
             for turn in range(max(ctx.world.all_gather_object(ctx.world.local_rank)) + 1):
-                if turn == ctx.world.local_rank:
+                if turn == ctx.world.local_rank and not has_values:
                     make_with_values()
                     if not ctx.world.is_main:
                         parallelize.drop_values({name: getattr(program, name) for name in ctx.models})
                 ctx.world.barrier()
-        elif ctx.world.is_main:
-            make_with_values()
-        if not shapes_only:
-            ctx.print(_why_with_values(ctx.models, obstacle.why, shards=shards))
+    if obstacle is not None and not shapes_only:
+        ctx.print(_why_with_values(ctx.models, obstacle.why, shards=shards))
     # A callback may have replaced a model.
     ctx.models.update({name: getattr(program, name) for name in ctx.models})
     call_own_train(ctx.models)
@@ -99,6 +102,12 @@ def make_models(program: Program, ctx: RunContext, numerics: Numerics, *, shapes
     if ctx.world.is_main:
         _warn_of_hidden_modules(ctx.models)
     return obstacle is not None
+
+
+def _differ_between_ranks(program: Program, ctx: RunContext) -> bool:
+    """Return whether the models' tensors differ in names, shapes or dtypes. Every rank must call this."""
+    found = shapes({name: getattr(program, name) for name in ctx.models})
+    return len({str(each) for each in ctx.world.all_gather_object(found)}) > 1
 
 
 def _make_on_meta(program: Program, ctx: RunContext, *, shapes_only: bool) -> _Obstacle | None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrizations import orthogonal
 
 from headway.trainer import Callback, ConfigError, ParallelConfig, World
 from headway.trainer.checkpoints.rng import seed_everything
@@ -445,6 +446,21 @@ def test_only_the_main_rank_holds_the_values_of_a_model_that_is_to_be_sharded() 
 def test_ranks_take_turns_where_each_must_create_a_model_that_is_to_be_sharded() -> None:
     (first,), (second,) = run_on_ranks(_creations_with_values, 2, False)
     assert first[1] <= second[0]
+
+
+def _trained_orthogonal(world: World) -> dict[str, torch.Tensor]:
+    # On the meta device, this parametrization of a matrix that is not square has no buffer.
+    trainer, _ = _setup(lambda: orthogonal(nn.Linear(6, 3)), world=world, strategy="fsdp" if world.size > 1 else "none")
+    trainer.fit()
+    return weights(trainer)
+
+
+def test_a_model_that_has_other_buffers_on_the_meta_device_is_sharded_with_its_values() -> None:
+    alone = _trained_orthogonal(ALONE)
+    for found in run_on_ranks(_trained_orthogonal, 2):
+        assert found.keys() == alone.keys()
+        for name, value in alone.items():
+            assert torch.allclose(found[name], value, atol=1e-6), name
 
 
 def test_loaded_weights_are_kept_where_init_weights_sets_others() -> None:

@@ -51,7 +51,7 @@ SHARES = {"web": 0.5, "code": 0.3, "books": 0.2}
 COLUMNS = ("tokens", "document_ids", "positions", "mask")
 WORKERS = 2
 OTHERS = {"grain": "Grain", "streaming": "MosaicML Streaming", "litdata": "LitData"}
-# Of the loop before Ray Data read several row groups in one task, on a machine like this one.
+# Of 200,000 rows of tokens, before Ray Data read several row groups in one task, on a machine like this one.
 RAY_BEFORE = SimpleNamespace(first_batch=7.0, first_epoch=18_000)
 # Tokens of a padded batch, documents, and batches whose documents a DataLoader sorts together.
 BUDGET, DOCUMENTS, SORTED_BATCHES = 16_384, 60_000, 50
@@ -414,13 +414,14 @@ def columns(folder: Path) -> list[Row]:
             rate_row(f"{title}, threads against a DataLoader worker", rates["threads"], rates["loader"], 1.0),
             rate_row(f"{title}, Ray against a DataLoader worker", rates["Ray"], rates["loader"], 1.0),
         ]
-        if name == "images":
-            before = [float(RAY_BEFORE.first_epoch)] * PAIRS
-            made.append(rate_row(f"{title}, first epoch on Ray against before", rates["first epoch"], before, 2.0))
-            ratio = statistics.median(first_batch) / RAY_BEFORE.first_batch
-            both = (f"{each:.2f} s" for each in (statistics.median(first_batch), RAY_BEFORE.first_batch))
+        if name == "tokens":
+            # The slowest, which is the first on a new Ray: so were the figures before.
+            slowest, before = min(rates["first epoch"]), float(RAY_BEFORE.first_epoch)
+            made.append(rate_row(f"{title}, first epoch on Ray against before", [slowest], [before], 2.0))
+            ratio = max(first_batch) / RAY_BEFORE.first_batch
+            both = (f"{each:.2f} s" for each in (max(first_batch), RAY_BEFORE.first_batch))
             made.append(
-                Row("stream, first batch of images on Ray against before", *both, ratio, "<= 0.5", ratio <= 0.5)
+                Row("stream, first batch of tokens on Ray against before", *both, ratio, "<= 0.5", ratio <= 0.5)
             )
     return made
 

@@ -11,7 +11,7 @@ SCHEDULES ?= 200
 
 # More workers than two cores, because tests mostly wait. After ten failures, of which each may have waited ten minutes, they
 # are printed and the others left out.
-WORKERS ?= 3
+WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --durations=20 --maxfail=10
 
 # Tests of trainer/ that need a GPU, apart from those that import Ray.

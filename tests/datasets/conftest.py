@@ -43,6 +43,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
+# For tests of formats, which differ little between the engines.
+RAY_IF_EXTENDED = pytest.mark.parametrize(
+    "engine", ["threads", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.extended])], indirect=True
+)
+
+
 @pytest.fixture(params=["threads", pytest.param("ray", marks=pytest.mark.ray)])
 def engine(request: pytest.FixtureRequest) -> str:
     """Both engines; Ray Data on the session's Ray."""

@@ -24,7 +24,7 @@ from headway.datasets.mixture import Mixture
 from headway.datasets.row_groups import read
 from headway.datasets.stream import Stream
 
-from .conftest import shard_info
+from .conftest import RAY_IF_EXTENDED, shard_info
 
 CLASSES = ("ant", "bee", "cat")
 
@@ -92,6 +92,7 @@ def test_an_image_is_a_tensor_of_bytes_with_the_label_of_its_folder(folder: Path
     assert seen == set(range(90))
 
 
+@RAY_IF_EXTENDED
 def test_a_resize_changes_nothing(folder: Path, engine: str) -> None:
     whole = numbers(Images(folder), engine=engine)
     assert sorted(number for batch in whole for number in batch) == list(range(90))

@@ -19,7 +19,7 @@ from headway.datasets.formats import jsonl
 from headway.datasets.formats.jsonl import JsonLines
 from headway.datasets.stream import Stream
 
-from .conftest import shard_info
+from .conftest import RAY_IF_EXTENDED, shard_info
 
 
 def write_lines(path: Path, rows: range, *, compression: str | None = None) -> Path:
@@ -64,6 +64,7 @@ def steps(data: Any, *, world_size: int = 1, offset: int = 0, **options: Any) ->
     return [[row for own in step for row in own] for step in zip(*ranks, strict=True)]
 
 
+@RAY_IF_EXTENDED
 def test_every_row_is_seen_once_and_a_resize_changes_nothing(lines: Path, engine: str) -> None:
     whole = steps(JsonLines(lines), engine=engine)
     assert sorted(row for batch in whole for row in batch) == list(range(103))

@@ -54,6 +54,7 @@ def events(run_dir: Path, kind: str) -> list[Event]:
     return [event for event in read_events(Folder(str(run_dir))) if event["event"] == kind]
 
 
+@pytest.mark.extended
 def test_a_driver_is_killed_and_the_next_one_is_stopped(tmp_path: Path) -> None:
     (tmp_path / "line.py").write_text(TARGET)
     run_dir = tmp_path / "runs/line"

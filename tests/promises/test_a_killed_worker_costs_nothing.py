@@ -158,6 +158,7 @@ def test_one_process_and_two_ray_workers_have_the_same_losses(ray_session: None,
         assert record == pytest.approx(two[step], rel=1e-4, abs=1e-6), step
 
 
+@pytest.mark.extended
 def test_spare_processes_take_the_place_of_the_workers(ray_session: None, tmp_path: Path, data: str) -> None:
     """Spares existed before the kill, idle, with torch imported; reading data does not use them up."""
     spared = experiment("spared", tmp_path, data, max_epochs=None, max_steps=10_000, pause_s=0.05)

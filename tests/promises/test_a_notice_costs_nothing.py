@@ -136,6 +136,7 @@ def main(storage: str) -> None:
     cluster.shutdown()
 
 
+@pytest.mark.extended
 def test_a_notice_is_heeded_by_all_ranks_and_counts_as_no_failure(tmp_path: Path) -> None:
     program = "import sys; from tests.promises.test_a_notice_costs_nothing import main; main(sys.argv[1])"
     root = str(Path(__file__).parents[2])

@@ -125,7 +125,7 @@ else:
 @pytest.mark.parametrize(
     ("strategy", "outlives", "says"),
     [
-        ("ddp", "", "fitted again after 12"),
+        pytest.param("ddp", "", "fitted again after 12", marks=pytest.mark.extended),
         ("fsdp", "outlives", "fitted again after 12"),
         ("fsdp", "", "Pass the trainer a world that outlives fit"),
     ],

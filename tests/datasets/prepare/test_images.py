@@ -139,6 +139,7 @@ def test_damaged_images_are_named_or_left_out_and_counted(photos: Path, tmp_path
     assert (done.rows, done.skipped_rows) == (39, 1)
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("ray_session")
 def test_any_number_of_tasks_gives_the_same_bytes(photos: Path, tmp_path: Path) -> None:
     made = [prepare_images(photos, tmp_path / str(tasks), size=8, rows_per_file=16, tasks=tasks) for tasks in (1, 2)]

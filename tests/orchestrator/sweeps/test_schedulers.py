@@ -118,7 +118,7 @@ def test_bad_trials_end_early_and_each_of_them_has_a_checkpoint(
     assert [trial.steps for trial in again.trials] == [trial.steps for trial in results.trials]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.extended)])
 def test_pbt_copies_weights_and_changes_the_learning_rate_in_force(tmp_path: Path, workers: int) -> None:
     experiment = Experiment(
         name="pbt",

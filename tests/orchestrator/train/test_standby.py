@@ -42,6 +42,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.extended
 def test_a_warm_process_has_imported_and_done_nothing_else(tmp_path: Path) -> None:
     def warmed(file: str, *, launched_ms: int = 2000) -> dict[str, list[str]]:
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}

@@ -112,6 +112,7 @@ def train_sharded(world: World, folder: str) -> Any:
     return weights(trainer), weights(causal)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_sharded_training_is_exported_whole_live_and_from_its_checkpoint(tmp_path: Path) -> None:
     (tied, causal), _ = run_on_ranks(train_sharded, 2, str(tmp_path))

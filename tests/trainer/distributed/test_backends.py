@@ -54,6 +54,7 @@ def install_backend(folder: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(root), os.environ.get("PYTHONPATH", "")])}
 
 
+@pytest.mark.extended
 def test_a_backend_of_an_installed_package_trains_the_same_weights(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(_PROGRAM)
     with socket.socket() as probe:

@@ -38,10 +38,9 @@ _WAITING_JOBS = 1000
 # Finished tasks whose rows may wait in Ray's object store, beside those being read. With one or two, Ray Data starts a
 # task only when another's rows have been taken, and its readers idle half of the time (Ray 2.60).
 _WAITING_TASKS = 4
-# Tasks of one Ray Data execution, for each of its readers, and at least. An execution ends only with all of its tasks,
-# so that closing a stream waits for them, and more of them do not read faster (Ray 2.60).
-_TASKS_PER_READER = 4
-_TASKS_PER_EXECUTION = 8
+# Tasks of one Ray Data execution for each of its readers. An execution ends only with all of its tasks, so closing a
+# stream waits for them. With 8 or less, readers idle while one execution follows another (Ray 2.60).
+_TASKS_PER_READER = 16
 _ERROR = "headway: error"
 # Key in the metadata of a table: the pickled jobs whose rows it has, to name the row of an error.
 _JOBS = b"headway: jobs"
@@ -159,7 +158,7 @@ class _Execution:
         cls, tasks: Iterator[list[ReadJob]], transforms: Sequence[Transform], readers: int, nodes: DataNodes
     ) -> _Execution | None:
         """Start reading the next tasks; return None if there are none."""
-        some = list(islice(tasks, max(_TASKS_PER_EXECUTION, _TASKS_PER_READER * readers)))
+        some = list(islice(tasks, _TASKS_PER_READER * readers))
         return cls(some, transforms, readers, nodes) if some else None
 
     def read_ahead(self, blocks: int) -> None:

@@ -9,8 +9,10 @@ DATA := data/stdlib
 RUN ?= gpt
 SCHEDULES ?= 200
 
-# After ten failures, of which each may have waited ten minutes, they are printed and the others left out.
-PYTEST := $(BIN)/python -m pytest --no-loadscope-reorder --durations=20 --maxfail=10
+# More workers than two cores, because tests mostly wait. After ten failures, of which each may have waited ten minutes, they
+# are printed and the others left out.
+WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --durations=20 --maxfail=10
 
 # Tests of trainer/ that need a GPU, apart from those that import Ray.
 GPU_TESTS := tests/gpu $(addprefix tests/trainer/,callbacks/test_throughput.py metrics/test_means.py \
@@ -42,13 +44,12 @@ $(DATA)/vocabulary.json: | $(VENV)/installed
 train: $(VENV)/installed $(DATA)/vocabulary.json
 	$(BIN)/headway fit examples/gpt.py name=$(RUN)
 
-# More processes than two cores, because tests mostly wait; WORKERS=2 starts fewer.
 test: $(VENV)/installed types
-	$(PYTEST) -n $(or $(WORKERS),4) -m "not extended"
+	$(PYTEST) -m "not extended"
 
 # The tests that `make test` excludes; `.venv/bin/python -m pytest` runs both, in one process.
 test-all: $(VENV)/installed types
-	$(PYTEST) -n $(or $(WORKERS),3) -m extended
+	$(PYTEST) -m extended
 
 # In place, because a machine with GPUs usually has its own torch; pytest is enough, without its plugins. Without a GPU all
 # of them are skipped.

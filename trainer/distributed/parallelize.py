@@ -354,6 +354,19 @@ def _materialise(model: nn.Module, parameters_on: torch.device, buffers_on: torc
             parameter.data = parameter.data.to(buffers_on)
 
 
+def allocate(model: nn.Module) -> None:
+    """Move modules from the meta device to the CPU, without values."""
+
+    def move() -> None:
+        for module in model.modules():
+            own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            if own and all(tensor.is_meta for tensor in own):
+                module.to_empty(device="cpu", recurse=False)
+
+    if on_meta(model):
+        _keeping_ties(model, move)
+
+
 def drop_values(models: Mapping[str, nn.Module]) -> list[torch.Tensor]:
     """Move models to the meta device, and return the values of their tensors for `fill_from_main`."""
     values = [tensor.detach() for _, tensor in named_tensors(models)]

@@ -68,10 +68,13 @@ def make_models(program: Program, ctx: RunContext, numerics: Numerics, *, shapes
         with weight_init.UnsetTensors() as unset:
             _collect_models(program, ctx, program.configure_models())
             ctx.callbacks.on_models_configured()
+            _update_models(program, ctx)
+            for model in ctx.models.values():
+                parallelize.allocate(model)
         if program.overrides_init_weights:
             with torch.no_grad():
                 program.init_weights()
-        unset.initialize({name: getattr(program, name) for name in ctx.models})
+        unset.initialize(ctx.models)
 
     if shards:
         # Before the ranks take turns.
@@ -83,17 +86,15 @@ def make_models(program: Program, ctx: RunContext, numerics: Numerics, *, shapes
         if has_values:
             make_with_values()
         # A module may have other tensors on the meta device, such as the buffer of an orthogonal parametrization.
-        if not obstacle.runs_on_meta or _differ_between_ranks(program, ctx):
+        if not obstacle.runs_on_meta or _differ_between_ranks(ctx):
             for turn in range(max(ctx.world.all_gather_object(ctx.world.local_rank)) + 1):
                 if turn == ctx.world.local_rank and not has_values:
                     make_with_values()
                     if not ctx.world.is_main:
-                        parallelize.drop_values({name: getattr(program, name) for name in ctx.models})
+                        parallelize.drop_values(ctx.models)
                 ctx.world.barrier()
     if obstacle is not None and not shapes_only:
         ctx.print(_why_with_values(ctx.models, obstacle.why, shards=shards))
-    # A callback may have replaced a model.
-    ctx.models.update({name: getattr(program, name) for name in ctx.models})
     call_own_train(ctx.models)
     freeze(ctx.models, ctx.config.freeze)
     parallelize.check_modules(ctx.models, ctx.config.parallel, ctx.world)
@@ -104,9 +105,14 @@ def make_models(program: Program, ctx: RunContext, numerics: Numerics, *, shapes
     return obstacle is not None
 
 
-def _differ_between_ranks(program: Program, ctx: RunContext) -> bool:
+def _update_models(program: Program, ctx: RunContext) -> None:
+    """Take over the models that callbacks have put into the trainer's attributes."""
+    ctx.models.update({name: getattr(program, name) for name in ctx.models})
+
+
+def _differ_between_ranks(ctx: RunContext) -> bool:
     """Return whether the models' tensors differ in names, shapes or dtypes. Every rank must call this."""
-    found = shapes({name: getattr(program, name) for name in ctx.models})
+    found = shapes(ctx.models)
     return len({str(each) for each in ctx.world.all_gather_object(found)}) > 1
 
 
@@ -128,7 +134,8 @@ def _make_on_meta(program: Program, ctx: RunContext, *, shapes_only: bool) -> _O
             if "meta" not in str(error):
                 raise
             return _Obstacle(_reason(error, "on_models_configured()"))
-    models = {name: getattr(program, name) for name in ctx.models}
+    _update_models(program, ctx)
+    models = ctx.models
     has_values = {name for name, tensor in named_tensors(models) if not tensor.is_meta}
     on_meta = {name for name, tensor in named_tensors(models) if tensor.is_meta}
     if has_values and on_meta:

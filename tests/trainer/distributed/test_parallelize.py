@@ -217,16 +217,45 @@ def test_a_callback_may_replace_a_part_of_a_model_before_it_is_sharded() -> None
     assert {id(parameter) for parameter in trainer.model.parameters()} == held
 
 
-def test_a_callback_may_replace_a_whole_model() -> None:
-    class Smaller(Callback):
-        def on_models_configured(self, trainer: Any) -> None:
-            with torch.device("meta"):
-                trainer.model = nn.Linear(6, 3)
+class Smaller(Callback):
+    """Replaces the model by another on the meta device."""
 
-    trainer = TinyTrainer(_config(), world=ALONE, callbacks=[Smaller()])
-    trainer.fit()
+    def on_models_configured(self, trainer: Any) -> None:
+        with torch.device("meta"):
+            trainer.model = nn.Linear(6, 3)
+
+
+class SmallerHead(Callback):
+    """Replaces a module of the model by one on the meta device, whatever the model is on."""
+
+    def on_models_configured(self, trainer: Any) -> None:
+        trainer.model.last = nn.Linear(trainer.config.width, 3, device="meta")
+
+
+class _WithValues(TinyTrainer):
+    """Cannot be created on the meta device."""
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.scale = self.model.first.weight.abs().sum().item()
+
+
+@pytest.mark.parametrize("trainer_class", [TinyTrainer, _WithValues])
+@pytest.mark.parametrize("callback", [Smaller, SmallerHead])
+@pytest.mark.parametrize("strategy", ["none", "fsdp"])
+def test_what_a_callback_puts_on_the_meta_device_is_initialized(
+    trainer_class: type[TinyTrainer], callback: type[Callback], strategy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = trainer_class(_config(strategy=strategy), world=ALONE, callbacks=[callback()])
+    trainer.setup()
     assert trainer.models == {"model": trainer.model}
-    assert type(trainer.model) is nn.Linear
+    assert ("created with values" in capsys.readouterr().out) == (trainer_class is _WithValues)
+    new = trainer.model if isinstance(trainer.model, nn.Linear) else trainer.model.last
+    for parameter in new.parameters():
+        value = to_full_tensor(parameter)
+        assert 0 < value.abs().max() <= new.in_features**-0.5
+    trainer.fit()
+    assert all(to_full_tensor(parameter).isfinite().all() for parameter in trainer.model.parameters())
 
 
 def test_a_compiled_model_cannot_be_sharded_and_says_what_to_do() -> None:

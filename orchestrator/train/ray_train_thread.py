@@ -22,7 +22,7 @@ import ray.train.collective
 
 from headway.trainer.errors import ConfigError
 
-from ..runs.pointer import Pointer, write_pointer
+from ..runs.pointer import Pointer, read_pointer, write_pointer
 from .preemption import PreemptionNotice, notice_of
 
 POLL_S = 2.0
@@ -188,3 +188,13 @@ def call_ray(module: ModuleType, name: str, *args: Any, **kwargs: Any) -> Any:
     """Call a function of `ray.train` or `ray.tune`, also where it has been replaced."""
     function = getattr(module, name)
     return (function.original if isinstance(function, _Replaced) else function)(*args, **kwargs)
+
+
+def last_pointer(module: ModuleType) -> Pointer | None:
+    """Return what the last checkpoint points to that `ray.train` or `ray.tune` has of this run or trial, if any.
+
+    Raises:
+        ConfigError: it is not a checkpoint of a Headway run.
+    """
+    checkpoint = call_ray(module, "get_checkpoint")
+    return None if checkpoint is None else read_pointer(checkpoint)

@@ -6,6 +6,7 @@ Metrics, checkpoints and progress are in the run's own files. Ray Train gives pr
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -13,16 +14,21 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import ray.train
+
 from headway.trainer.callbacks.base import Callback
+from headway.trainer.checkpoints.scan import scan
+from headway.trainer.checkpoints.storage import open_storage
+from headway.trainer.errors import ConfigError
 from headway.trainer.trainer import Trainer
 
 from ..runs.ownership import lease_lost
 from ..runs.pointer import Pointer
 from ..runs.requests import StopRequest, read_scale_up_request, read_stop_request
 from ..storage.events import EventWriter
-from ..storage.folder import Folder
+from ..storage.folder import Folder, retry_storage
 from .preemption import PreemptionNotice, has_time_to_save
-from .ray_train_thread import RayTrainThread
+from .ray_train_thread import RayTrainThread, last_pointer
 from .time_spent import time_spent
 
 
@@ -85,9 +91,12 @@ class RunCallback(Callback):
             self._ray_train = RayTrainThread(is_main=self._is_main, on_notice=on_notice, reports=self._reports)
 
     def on_restored(self, trainer: Trainer[Any]) -> None:
-        """Write the step from which the run resumes, and a change in the number of workers."""
+        """Write the step from which the run resumes, and a change in the number of workers; report what was missed."""
         self._emit_size(trainer)
         self._emit("restored", step=trainer.global_step, epoch=trainer.current_epoch)
+        # Not after a rollback to before a loss spike.
+        if self._reports and self.began_at is None:
+            self._report_restored(trainer)
 
     def on_fit_start(self, trainer: Trainer[Any]) -> None:
         """Write that training starts."""
@@ -153,6 +162,27 @@ class RunCallback(Callback):
     def _report(self, step: int, metrics: Mapping[str, float], pointer: Pointer | None = None) -> None:
         if self._reports and self._ray_train is not None:
             self._ray_train.report({**metrics, "step": step}, pointer)
+
+    def _report_restored(self, trainer: Trainer[Any]) -> None:
+        """Report the restored checkpoint, unless Ray Train has it: a worker may have died before it was reported."""
+        self._metrics = dict(trainer.history.latest)
+        step = trainer.global_step
+        missed = retry_storage(lambda: self._pointer_if_missed(step)) if self._is_main else None
+        # Every rank must report equally often.
+        if (missed := trainer.world.broadcast(missed)) is not None:
+            self._report(step, self._metrics, missed)
+
+    def _pointer_if_missed(self, step: int) -> Pointer | None:
+        """Return a pointer to this run's checkpoint of a step; None if Ray Train has it, or there is none."""
+        found = [each.checkpoint for each in scan(open_storage(self._folder.path("checkpoints")))]
+        path = next((each.path for each in reversed(found) if each is not None and each.step == step), None)
+        if path is None:
+            return None  # it was restored from another run
+        pointer = Pointer(run_dir=self._folder.place, checkpoint=path)
+        with contextlib.suppress(ConfigError):
+            if last_pointer(ray.train) == pointer:
+                return None
+        return pointer
 
     def _emit_size(self, trainer: Trainer[Any]) -> None:
         if (before := self._previous_workers) is not None:

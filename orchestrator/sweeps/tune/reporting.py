@@ -21,7 +21,7 @@ from headway.trainer.trainer import Trainer
 
 from ...display.console import RunConsole
 from ...runs.metric_history import metric_by_step
-from ...runs.pointer import Pointer, read_pointer, write_pointer
+from ...runs.pointer import Pointer, write_pointer
 from ...runs.requests import StopRequest, read_stop_request, request_stop
 from ...storage.events import Event, read_events
 from ...storage.folder import Folder
@@ -139,17 +139,17 @@ class TuneReporter:
         """Return the reports, with their checkpoints, after the last one that Ray Tune knows, up to a step."""
         from ray import tune
 
-        from ...train.ray_train_thread import call_ray
+        from ...train.ray_train_thread import last_pointer
 
-        known, checkpoint = -1, call_ray(tune, "get_checkpoint")
-        if checkpoint is not None:
-            if (reported := read_pointer(checkpoint).reported_step) is None:
+        known, last = -1, last_pointer(tune)
+        if last is not None:
+            if last.reported_step is None:
                 return []
-            known = reported
+            known = last.reported_step
         events = read_events(self.folder)
         evaluated = {event["step"]: event for event in events if event["event"] == "evaluated"}
         steps = sorted(each for each in evaluated if known < each <= step)
-        if self._mode is not None and checkpoint is None:
+        if self._mode is not None and last is None:
             # An earlier driver of the sweep has had the others.
             steps = steps[-1:]
         if not steps:

@@ -20,13 +20,12 @@ from headway.trainer.errors import CheckpointError, ConfigError
 from ...config.experiment import Experiment
 from ...config.values import check_paths
 from ...runs.open import open_run
-from ...runs.pointer import read_pointer
 from ...runs.result import RunResult
 from ...runs.resume import ResumeOptions
 from ...runs.run import Run
 from ...storage.folder import Folder
 from ...train.fit import close, finished_result, keep_error, record_failure
-from ...train.ray_train_thread import call_ray
+from ...train.ray_train_thread import last_pointer
 from ...train.train_loop import Start, train_rank
 from ...train.worker import has_accelerator
 from .reporting import EventReporter, ReportEvaluations, TuneReporter, trial_callbacks
@@ -145,8 +144,8 @@ def _check_folder(experiment: Experiment, trial_id: str, values: Mapping[str, An
 
 def _source_of(run_dir: str) -> str | None:
     """Return the checkpoint of another trial from which Ray Tune starts this one; None to resume its own run."""
-    checkpoint = call_ray(tune, "get_checkpoint")
-    if checkpoint is None or (pointer := read_pointer(checkpoint)).run_dir == run_dir:
+    pointer = last_pointer(tune)
+    if pointer is None or pointer.run_dir == run_dir:
         return None
     try:
         read_checkpoint(pointer.checkpoint)

@@ -23,7 +23,6 @@ from ...config.values import with_values
 from ...display.console import RunConsole
 from ...errors import RunConflictError
 from ...runs.ownership import own_folder
-from ...runs.pointer import read_pointer
 from ...runs.requests import clear_stop_request, read_stop_request
 from ...runs.result import RunResult
 from ...runs.resume import ResumeOptions
@@ -32,7 +31,7 @@ from ...storage.events import read_events
 from ...storage.folder import Folder, retry_storage
 from ...train.driver import RunDriver
 from ...train.fit import close, record_failure
-from ...train.ray_train_thread import call_ray
+from ...train.ray_train_thread import last_pointer
 from ...train.signals import StopSignals
 from ...train.train_loop import Start
 from ...train.worker import run_attempt
@@ -159,9 +158,8 @@ def _train_here(
 
 def _resume_from(run: Run, resume: str) -> str:
     """Return "auto" once this trial has saved a checkpoint; before, what the driver chose."""
-    checkpoint = call_ray(tune, "get_checkpoint")
-    has_saved = checkpoint is not None and read_pointer(checkpoint).run_dir == run.run_dir
-    return "auto" if has_saved else resume
+    last = last_pointer(tune)
+    return "auto" if last is not None and last.run_dir == run.run_dir else resume
 
 
 def trial_resources(scaling: Scaling, values: Mapping[str, Any]) -> Any:

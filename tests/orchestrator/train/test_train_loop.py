@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,19 @@ class KilledOnce(OnRay):
 
     def on_step_end(self) -> None:
         if self.attempt == 1 and self.global_step == 5 and self.world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KilledBeforeReports(OnRay):
+    """Rank 1 dies when the checkpoint of step 4 is complete, and rank 0 at the last one, each before it is reported."""
+
+    def on_checkpoint_saved(self, checkpoint: Any) -> None:
+        # Called before Headway's own callback, which reports.
+        if (self.attempt, self.world.rank, checkpoint.step) in {(1, 1, 4), (2, 0, 6)}:
+            heard = Path(str(self.run_dir)).parents[1] / "heard.jsonl"
+            until = time.monotonic() + 30 * (self.attempt == 2)
+            while time.monotonic() < until and '["report", [4, 4], true]' not in heard.read_text():
+                time.sleep(0.1)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -113,6 +127,39 @@ def test_ray_train_restarts_a_run_exactly_and_its_result_points_to_the_checkpoin
     # Rank 1 was killed, and rank 0 may have noticed.
     assert [1 in ranks for kind, ranks, *_ in heard if kind == "exception"] == [True]
     assert heard[-1] == ["report", [6, 6], True]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.ray
+@pytest.mark.extended
+def test_checkpoints_that_a_killed_worker_had_not_reported_are_reported_once_after_the_restart(
+    tmp_path: Path, data: str, ray_session: None
+) -> None:
+    ours = experiment(tmp_path, data, KilledBeforeReports, max_steps=6, evaluate_every=Duration(2, "steps"))
+    result = TorchTrainer(
+        train_loop(ours),
+        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
+        run_config=RunConfig(
+            name="theirs",
+            storage_path=str(tmp_path / "ray"),
+            failure_config=FailureConfig(max_failures=2),
+            callbacks=[Heard(tmp_path / "heard.jsonl")],
+        ),  # fmt: skip
+    ).fit()
+
+    run = Run(ours.run_dir)
+    assert (run.status, run.record.steps) == ("completed", 6)
+    heard = [json.loads(line) for line in (tmp_path / "heard.jsonl").read_text().splitlines()]
+    assert [kind for kind, *_ in heard].count("exception") == 2
+    saved = [steps for kind, steps, *rest in heard if kind == "report" and rest == [True]]
+    # The report of step 2 may have been under way at the first fault.
+    assert saved[-2:] == [[4, 4], [6, 6]]
+    assert saved[:-2] in ([], [[2, 2]])
+    assert run.record.last_checkpoint is not None
+    assert Path(run.record.last_checkpoint).name == "step-00000006"
+    assert checkpoint_path(result.checkpoint) == run.record.last_checkpoint
+    assert result.metrics == {**run.record.metrics, "step": 6}
+    assert [metrics["step"] for _, metrics in result.best_checkpoints][-2:] == [4, 6]
 
 
 def test_a_pointer_to_a_deleted_checkpoint_names_the_setting(tmp_path: Path) -> None:

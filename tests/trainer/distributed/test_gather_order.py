@@ -112,10 +112,13 @@ def _explore(world: World, first: int) -> None:
 def test_ranks_that_call_a_model_unequally_often_outside_of_updates_wait_and_are_told_why() -> None:
     with pytest.raises(AssertionError) as raised:
         run_on_ranks(_explore, 2, 0)
-    assert "under FSDP2 all ranks must call a model equally often: if one calls it outside of updates" in str(
-        raised.value
+    # The rank that times out later may see a closed connection instead.
+    of_main, _, of_other = str(raised.value).partition("rank 1 raised")
+    advice = (
+        "under FSDP2 all ranks must call a model equally often: if one calls it outside of updates, such as to choose "
+        "an action (calls of this rank: {})"
     )
-    assert "(calls of this rank: 1)" in str(raised.value)
+    assert advice.format(1) in of_main or advice.format(0) in of_other
 
 
 def test_ranks_that_call_a_model_unequally_often_outside_of_updates_are_told_at_an_agreement() -> None:

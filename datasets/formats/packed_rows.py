@@ -81,18 +81,25 @@ def derive(
         mask: the same.
     """
     rows, length = document_ids.shape
+    begins = np.unpackbits(pieces[:, :-1], axis=1, count=length).reshape(-1)
+    bounds = np.append(np.flatnonzero(begins.view(np.bool_)), begins.size)
+    lengths = np.diff(bounds)
+    starts = bounds[:-1].astype(np.int32)
+    # A piece begins at each row, and ends at the latest with it.
+    row_bounds = np.searchsorted(bounds, np.arange(0, begins.size + 1, length))
+    numbers = np.arange(len(starts), dtype=np.int32)
+    numbers -= np.repeat(numbers[row_bounds[:-1]], np.diff(row_bounds))
+    numbers[row_bounds[1:][pieces[:, -1] != 0] - 1] = -1
+    in_documents = numbers >= 0
     step = max(1, _TOKENS_AT_A_TIME // length)
+    within = np.arange(min(step, rows) * length, dtype=np.int32)
     for first in range(0, rows, step):
-        some = slice(first, first + step)
-        begins = np.unpackbits(pieces[some, :-1], axis=1, count=length)
-        starts = np.flatnonzero(begins.view(np.bool_)).astype(np.int32)
-        lengths = np.diff(starts, append=np.int32(begins.size))
-        row_starts = np.flatnonzero(starts % length == 0)  # a piece begins at each row, and ends at the latest with it
-        counts = np.diff(row_starts, append=len(starts))
-        numbers = np.arange(len(starts), dtype=np.int32) - np.repeat(row_starts, counts).astype(np.int32)
-        numbers[(row_starts + counts - 1)[pieces[some, -1] != 0]] = -1
-        document_ids[some] = np.repeat(numbers, lengths).reshape(-1, length)
-        mask[some] = np.repeat(numbers >= 0, lengths).reshape(-1, length)
-        within = np.arange(begins.size, dtype=np.int32)
-        within -= np.repeat(starts, lengths)
-        np.multiply(within.reshape(-1, length), mask[some], out=positions[some])
+        stop = min(first + step, rows)
+        here = slice(row_bounds[first], row_bounds[stop])
+        ids, places, real = (each[first:stop].reshape(-1) for each in (document_ids, positions, mask))
+        ids[:] = np.repeat(numbers[here], lengths[here])
+        real[:] = np.repeat(in_documents[here], lengths[here])
+        np.subtract(
+            within[: len(places)], np.repeat(starts[here] - np.int32(first * length), lengths[here]), out=places
+        )
+        places[~real] = 0

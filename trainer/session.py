@@ -354,7 +354,12 @@ class _Functions:
             return self._make_model if isinstance(self._make_model, (nn.Module, Mapping)) else self._make_model()
 
     def init_weights(self) -> None:
-        raise AssertionError("models of a session have their weights")
+        # The models have the values of their constructors.
+        if without := list(self._run._engine.context.models_without_weights):
+            raise ConfigError(
+                f"{', '.join(without)} of the Session came without values, on the meta device: pass a function that "
+                "returns the model with its values, or use a Trainer with init_weights()"
+            )
 
     def configure_tensor_parallel(self) -> Plan:
         return self.tensor_parallel_plan

@@ -183,8 +183,10 @@ class Trainer(OwnHooks, ActiveRun, Generic[C]):
         By default calls `reset_parameters` of every module that has one. Random numbers are the same for every number
         of ranks and every strategy. Not called for models that have their weights already.
         """
-        for model in self._engine.context.models_without_weights.values():
+        ctx = self._engine.context
+        for model in ctx.models_without_weights.values():
             weight_init.reset_parameters(model)
+        ctx.versions_after_reset.update(weight_init.versions_of(ctx.models_without_weights))
 
     def configure_tensor_parallel(self) -> Plan:
         """Return how `parallel.tp` divides layers over ranks.

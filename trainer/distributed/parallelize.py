@@ -29,7 +29,7 @@ from ..step.precision import cast_weights
 from .activation_checkpointing import wrap_checkpointed
 from .ddp import ReplicatedModule, rebuild_buckets
 from .dtensor import is_sharded, own_part, to_local
-from .fsdp import has_forward, shard_fully, sharded_roots, whole_parameters
+from .fsdp import callable_roots, has_forward, shard_fully, sharded_roots, whole_parameters
 from .mesh import Mesh
 from .mesh_sizes import MeshSizes
 from .world import NOT_SENT_BY_GLOO, World
@@ -232,6 +232,7 @@ def _check_blocks(models: Mapping[str, nn.Module], config: ParallelConfig) -> No
         )
     if config.strategy in ("fsdp", "hsdp"):
         for name, model in models.items():
+            _check_roots(name, model)
             found = blocks_of(model, config)
             apart = {id(block) for _, _, block in _without_shared_weights(model, found)}
             for block in (block for _, _, block in found if id(block) not in apart):
@@ -254,6 +255,20 @@ def _check_blocks(models: Mapping[str, nn.Module], config: ParallelConfig) -> No
             "parallel.activation_checkpointing needs blocks to checkpoint, but there is no ModuleList in "
             f"{', '.join(models)}: name the blocks' classes in parallel.shard_modules"
         )
+
+
+def _check_roots(name: str, model: nn.Module) -> None:
+    """Raise for a module that only holds others, of which two share a weight: each would be sharded by itself."""
+    owners: dict[nn.Parameter, nn.Module] = {}
+    for root in callable_roots(model):
+        for parameter in root.parameters():
+            if owners.setdefault(parameter, root) is not root:
+                shared = next(path for path, each in model.named_parameters() if each is parameter)
+                raise ConfigError(
+                    f"{name}.{shared} is a weight of two modules that are called by themselves, since {name}, a "
+                    f"{type(model).__name__}, has no forward(), and a sharded weight belongs to one: give {name} a "
+                    "forward() or methods that call them, or use parallel.strategy='ddp'"
+                )
 
 
 def without_gradient_sync(
@@ -431,6 +446,28 @@ def _keeping_ties(model: nn.Module, move: Callable[[], object]) -> None:
 def on_meta(model: nn.Module) -> bool:
     """Whether any parameter or buffer of a model is on the meta device."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def in_same_memory(models: Mapping[str, nn.Module]) -> tuple[str, str] | None:
+    """Return the names of two different parameters or buffers that have an element in common, if there are any."""
+    of_storages: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in named_tensors(models):
+        if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor.numel():
+            others = of_storages.setdefault(id(tensor.untyped_storage()), [])
+            for other, its_tensor in others:
+                if its_tensor is not tensor and _overlap(its_tensor, tensor):
+                    return other, name
+            others.append((name, tensor))
+    return None
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors in the same storage have an element in common."""
+    is_in_one = torch.zeros(one.untyped_storage().nbytes() // one.itemsize, dtype=torch.bool, device="cpu")
+    is_in_one.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return one.dtype != other.dtype or bool(
+        is_in_one.as_strided(other.shape, other.stride(), other.storage_offset()).any()
+    )
 
 
 def named_tensors(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:

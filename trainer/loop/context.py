@@ -56,6 +56,9 @@ class RunContext:
         mode: training or evaluating.
         models, optimizers: by the names of the attributes that hold them; filled during setup.
         models_without_weights: the models that were made on the meta device, for `init_weights`.
+        lost_values: the tensors of these to which `reset_parameters` would give other values than the user's code, by
+            name, and the place of that code.
+        versions_after_reset: of the tensors, when the default `init_weights` has called `reset_parameters`.
         lr_stepping: the schedulers by name, and when they step.
     """
 
@@ -74,6 +77,8 @@ class RunContext:
     mode: Mode = field(default_factory=Mode)
     models: dict[str, nn.Module] = field(default_factory=dict)
     models_without_weights: dict[str, nn.Module] = field(default_factory=dict)
+    lost_values: dict[str, str] = field(default_factory=dict)
+    versions_after_reset: dict[str, int | None] = field(default_factory=dict)
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
     lr_stepping: LrStepping = field(default_factory=LrStepping)
 

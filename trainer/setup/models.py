@@ -17,7 +17,8 @@ from ..config import as_plain
 from ..distributed import parallelize
 from ..distributed.dtensor import is_sharded
 from ..distributed.fsdp import gather_in_methods
-from ..distributed.parallelize import named_tensors
+from ..distributed.parallelize import in_same_memory, named_tensors
+from ..distributed.replaced_parameters import ReplacedParameters, marked
 from ..distributed.tensor_parallel import divide_layers
 from ..errors import ConfigError, HeadwayError
 from ..exact.numerics import Numerics
@@ -53,14 +54,17 @@ def make_models(program: Program, ctx: RunContext, numerics: Numerics, *, shapes
         Whether the models have values, or will get them from the main rank.
 
     Raises:
-        ConfigError: there is no model, one is in a private attribute, two models share a weight, or the config does not
-            fit.
+        ConfigError: there is no model, one is in a private attribute, two models share a weight, the code would add to
+            models a second time, or the config does not fit.
     """
     before = dict(vars(program))
+    on_meta_before = _on_meta(before)
     obstacle = _make_on_meta(program, ctx, shapes_only=shapes_only)
     shards = not shapes_only and ctx.mesh.divides_weights
+    refusal: str | None = None
 
     def make_with_values() -> None:
+        nonlocal refusal
         vars(program).clear()
         vars(program).update(before)
         # The attempt on the meta device may have drawn random numbers.
@@ -69,13 +73,25 @@ def make_models(program: Program, ctx: RunContext, numerics: Numerics, *, shapes
             _collect_models(program, ctx, program.configure_models())
             ctx.callbacks.on_models_configured()
             _update_models(program, ctx)
+            _check_plain_tensors(ctx.models)
+            replaced = ReplacedParameters(ctx.models)
             for model in ctx.models.values():
                 parallelize.allocate(model)
+            replaced.follow(program, ctx.models)
+        refusal = _why_not_sharded(ctx.models) if shards else None
         if program.overrides_init_weights:
             with torch.no_grad():
                 program.init_weights()
         unset.initialize(ctx.models)
 
+    if obstacle is not None and (added := _on_meta(before) - on_meta_before):
+        raise ConfigError(
+            f"configure_models() adds to self.{min(added)}, which was there before, and runs twice, as {obstacle.why}: "
+            f"create self.{min(added)} in configure_models()"
+        )
+    if obstacle is None and not shapes_only and program.overrides_init_weights and not _on_meta(ctx.models):
+        with torch.no_grad():
+            program.init_weights()
     if shards:
         # Before the ranks take turns.
         check_agreement(ctx.world, {"models created": obstacle.kind if obstacle else "on meta"})
@@ -91,8 +107,14 @@ def make_models(program: Program, ctx: RunContext, numerics: Numerics, *, shapes
                 if turn == ctx.world.local_rank and not has_values:
                     make_with_values()
                     if not ctx.world.is_main:
+                        replaced = ReplacedParameters(ctx.models)
                         parallelize.drop_values(ctx.models)
+                        replaced.follow(program, ctx.models)
                 ctx.world.barrier()
+    if shards:
+        refusal = refusal or _why_not_sharded(ctx.models)
+        if any(refusals := ctx.world.all_gather_object(refusal)):
+            raise ConfigError(next(each for each in refusals if each))
     if obstacle is not None and not shapes_only:
         ctx.print(_why_with_values(ctx.models, obstacle.why, shards=shards))
     call_own_train(ctx.models)
@@ -100,9 +122,56 @@ def make_models(program: Program, ctx: RunContext, numerics: Numerics, *, shapes
     parallelize.check_modules(ctx.models, ctx.config.parallel, ctx.world)
     numerics.check_models(ctx.models)
     _check_listed_models(program, ctx.models)
+    if ctx.world.size > 1:
+        _check_shared(ctx.models)
     if ctx.world.is_main:
         _warn_of_hidden_modules(ctx.models)
     return obstacle is not None
+
+
+def _on_meta(attributes: Mapping[str, Any]) -> set[str]:
+    """Return the names of values that are modules with tensors on the meta device, or lists or dicts with some."""
+
+    def has_meta(value: Any) -> bool:
+        if isinstance(value, nn.Module):
+            return parallelize.on_meta(value)
+        if isinstance(value, torch.Tensor):
+            return value.is_meta
+        return any(map(has_meta, _held(value)))
+
+    return {name for name, value in attributes.items() if has_meta(value)}
+
+
+def _held(value: Any) -> Sequence[Any]:
+    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+
+
+def _check_plain_tensors(models: Mapping[str, nn.Module]) -> None:
+    """Raise for a tensor of the first run of `configure_models` in a model of the second one."""
+    for name, model in models.items():
+        for path, module in model.named_modules():
+            for attribute, value in vars(module).items():
+                if isinstance(value, torch.Tensor) and value.is_meta:
+                    raise ConfigError(
+                        f"{f'{name}.{path}'.rstrip('.')}.{attribute} is on the meta device, from the first run of "
+                        "configure_models(), which a cache has kept, such as functools.lru_cache: compute it without "
+                        'the cache, or in the cached function under `with torch.device("cpu")`'
+                    )
+
+
+def _why_not_sharded(models: Mapping[str, nn.Module]) -> str | None:
+    """Return why models cannot be sharded as the user's code has made them, if so."""
+    for name, why in marked(models):
+        return (
+            f"{name} {why}, which is lost when the weight is sharded: change gradients in on_gradients_ready(), mark "
+            "parameters by attributes (parameter.kind = ...), or use parallel.strategy='ddp'"
+        )
+    if pair := in_same_memory(models):
+        return (
+            f"{pair[0]} and {pair[1]} share memory, and would be sharded separately: tie them by setting one parameter "
+            "in both modules, or use parallel.strategy='ddp'"
+        )
+    return None
 
 
 def _update_models(program: Program, ctx: RunContext) -> None:
@@ -119,6 +188,9 @@ def _differ_between_ranks(ctx: RunContext) -> bool:
 def _make_on_meta(program: Program, ctx: RunContext, *, shapes_only: bool) -> _Obstacle | None:
     """Create the models on the meta device; return why that is not enough, or None."""
     tracker = ValueTracker()
+    ctx.lost_values.clear()
+    ctx.versions_after_reset.clear()
+    generator = torch.get_rng_state()
     with warnings.catch_warnings(record=True) as raised:
         try:
             with torch.device("meta"), tracker:
@@ -131,26 +203,38 @@ def _make_on_meta(program: Program, ctx: RunContext, *, shapes_only: bool) -> _O
             with torch.device("meta"), tracker:
                 ctx.callbacks.on_models_configured()
         except Exception as error:
-            if "meta" not in str(error):
+            if "meta" not in str(error).lower():
                 raise
             return _Obstacle(_reason(error, "on_models_configured()"))
     _update_models(program, ctx)
+    if tracker.has_drawn and tracker.seeded is None:
+        torch.set_rng_state(generator)
     models = ctx.models
     has_values = {name for name, tensor in named_tensors(models) if not tensor.is_meta}
     on_meta = {name for name, tensor in named_tensors(models) if tensor.is_meta}
     if has_values and on_meta:
         return _Obstacle(f"{_first(sorted(has_values))} came with values")
+    if not shapes_only and (writer := tracker.elsewhere(models)) is not None:
+        return _Obstacle(f"{writer.place} makes a tensor that is neither a parameter nor a buffer")
+    if not shapes_only and tracker.seeded is not None and (not program.overrides_init_weights or not on_meta):
+        return _Obstacle(
+            f"random numbers are seeded, or drawn on the CPU, before {tracker.seeded.place}", runs_on_meta=True
+        )
     if on_meta and not shapes_only:
-        if (writer := tracker.elsewhere(models)) is not None:
-            return _Obstacle(f"{writer.place} makes a tensor that is neither a parameter nor a buffer")
+        for name, why in marked(models):
+            return _Obstacle(f"{name} {why}", runs_on_meta=True)
+        if pair := in_same_memory(models):
+            return _Obstacle(f"{pair[0]} and {pair[1]} share memory", runs_on_meta=True)
         if tracker.loaded is not None:
             return _Obstacle(f"{tracker.loaded.place} loads values", runs_on_meta=True)
-        if not program.overrides_init_weights:
-            try:
-                lost = tracker.lost(models)
-            except Exception as error:
+        try:
+            lost = tracker.lost(models)
+        except Exception as error:
+            if not program.overrides_init_weights:
                 return _Obstacle(_reason(error, "reset_parameters()"), runs_on_meta=True)
-            if lost:
+        else:
+            ctx.lost_values.update({name: writer.place for name, writer in lost.items()})
+            if lost and not program.overrides_init_weights:
                 why = f"{next(iter(lost.values())).place} gives values to {_first(list(lost))}"
                 return _Obstacle(why, runs_on_meta=True)
     for each in (*raised, *also_raised):
@@ -215,7 +299,6 @@ def _collect_models(program: Program, ctx: RunContext, returned: Any) -> None:
 
 def _without_submodules(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Drop models that are submodules of another, such as an encoder in a second attribute."""
-    born = {name: {id(each): path for path, each in named_tensors({name: model})} for name, model in models.items()}
     parts = {
         name
         for name, model in models.items()
@@ -223,15 +306,21 @@ def _without_submodules(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]
         if other is not model and any(each is model for each in other.modules())
     }
     whole = {name: model for name, model in models.items() if name not in parts}
-    for (one, first), (other, second) in itertools.combinations(whole.items(), 2):
-        shared = born[one].keys() & born[other].keys()
-        if shared and first is not second and parallelize.on_meta(first) and parallelize.on_meta(second):
-            raise ConfigError(
-                f"{one} and {other} share {born[one][min(shared, key=list(born[one]).index)]}, but each is created "
-                "and sharded separately: make them submodules of one module, such as an nn.ModuleDict, and set that as "
-                "the attribute"
-            )
+    _check_shared({name: model for name, model in whole.items() if parallelize.on_meta(model)})
     return whole
+
+
+def _check_shared(models: Mapping[str, nn.Module]) -> None:
+    """Raise for two models that share a parameter or buffer."""
+    tensors = {name: {id(each): path for path, each in named_tensors({name: model})} for name, model in models.items()}
+    for (one, first), (other, second) in itertools.combinations(models.items(), 2):
+        shared = tensors[one].keys() & tensors[other].keys()
+        if shared and first is not second:
+            first_shared = min(shared, key=list(tensors[one]).index)
+            raise ConfigError(
+                f"{one} and {other} share {tensors[one][first_shared]}, but each is created and sharded separately: "
+                "make them submodules of one module whose forward() or methods call them, and set that as the attribute"
+            )
 
 
 def _has_state(module: nn.Module) -> bool:
@@ -337,6 +426,7 @@ def parallelize_models(program: Program, ctx: RunContext, numerics: Numerics, *,
         with_values_here = {
             name: model for name, model in ctx.models.items() if name not in born_on_meta and not is_sharded(model)
         }
+        replaced = ReplacedParameters(ctx.models)
         values = parallelize.drop_values(with_values_here) if ctx.mesh.divides_weights else []
         if ctx.mesh.tensor_mesh is not None:
             divide_layers(ctx.models, program.configure_tensor_parallel(), ctx.mesh.tensor_mesh)
@@ -345,9 +435,13 @@ def parallelize_models(program: Program, ctx: RunContext, numerics: Numerics, *,
         if ctx.mesh.divides_weights:
             parallelize.fill_from_main(with_values_here, values, world)
         del values
+        replaced.follow(program, ctx.models)
+        del replaced
     if born_on_meta:
         with times.phase("initialise"):
-            weight_init.initialize_weights(born_on_meta, program.init_weights)
+            weight_init.initialize_weights(
+                born_on_meta, program.init_weights, ctx.lost_values, ctx.versions_after_reset
+            )
     with times.phase("parallelise"):
         check_weights(world, ctx.models)
         are_kept = program.may_keep_gradients or ctx.callbacks.may_keep_gradients()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import sys
@@ -25,9 +26,10 @@ from ..private_torch import is_conversion, written_arguments
 from .weight_init import WITHOUT_VALUES, aten, reset_parameters
 
 _NOT_THE_USERS = (
-    str(Path(torch.__file__).parent), str(sys.modules["typing_extensions"].__file__), warnings.__file__, __file__,
+    str(Path(torch.__file__).parent), str(sys.modules["typing_extensions"].__file__), warnings.__file__, copy.__file__,
+    __file__,
 )  # fmt: skip
-"""Files of frames that are not named: torch, its decorators for deprecated functions, and this module."""
+"""Files of frames that are not named: torch, its decorators for deprecated functions, `copy` and this module."""
 _FROM_VALUES = (torch.tensor, torch.as_tensor, torch.asarray)
 """They call no operator on the meta device, so that a `TorchDispatchMode` does not see them."""
 _IS_META = inspect.getattr_static(torch.Tensor, "is_meta").__get__
@@ -53,6 +55,10 @@ class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         loaded: the code that copied values from a tensor that has some, as `load_state_dict` does; None if none has.
+        has_drawn: whether any code drew random numbers for the meta device, after each of which this advances torch's
+            generator.
+        seeded: the first code that drew random numbers after code that seeded the generator, or advanced it by numbers
+            of a tensor with values, so that later draws would repeat neither; None if none has.
     """
 
     def __init__(self) -> None:
@@ -61,10 +67,14 @@ class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
         self._outermost: FrameType | None = None
         self.loaded: Writer | None = None
+        self.seeded: Writer | None = None
+        self._generator: torch.Tensor | None = None
+        self.has_drawn = False
         self._unseen = _Unseen(self)
 
     def __enter__(self) -> ValueTracker:
         self._outermost = sys._getframe(1)
+        self._generator = torch.get_rng_state()
         super().__enter__()  # type: ignore[no-untyped-call]
         self._unseen.__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -73,10 +83,19 @@ class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._outermost = None
         self._unseen.__exit__(*exception)  # type: ignore[no-untyped-call]
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        if self.has_drawn:
+            self._check_generator(Writer(None, "configure_models"))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags and any(each.is_meta for each in _tensors(result)):
+            self.has_drawn = True
+            self._check_generator(self.find_writer())
+            if self.seeded is None:
+                # Marks this draw, which takes no number on the meta device: a seed that is set again sets it back.
+                torch.rand((), device="cpu")
+                self._generator = torch.get_rng_state()
         inputs = {id(each.untyped_storage()) for each in _tensors((args, kwargs))}
         for each in _written(func, args, kwargs):
             self._writers[each.untyped_storage()] = self.find_writer()
@@ -92,6 +111,11 @@ class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.writer_of(args[0]) if is_conversion(func) else self.find_writer()
             )
         return result
+
+    def _check_generator(self, writer: Writer) -> None:
+        assert self._generator is not None
+        if self.seeded is None and not torch.equal(torch.get_rng_state(), self._generator):
+            self.seeded = writer
 
     def record(self, tensor: torch.Tensor, writer: Writer) -> None:
         """Record the writer of a tensor that no operator has changed."""
@@ -183,12 +207,40 @@ class _Unseen(TorchFunctionMode):
 
 
 def _resetting(frame: FrameType | None, outermost: FrameType | None) -> weakref.ref[nn.Module] | None:
-    """Return the module whose `reset_parameters` is the nearest in a stack of calls, if any."""
+    """Return the module whose `reset_parameters` is the nearest in a stack of calls, if any.
+
+    None if it was called with arguments: the default initialization passes none.
+    """
+    owner: nn.Module | None = None
+    has_arguments = False
     while frame is not None and frame is not outermost:
-        if frame.f_code.co_name == "reset_parameters" and isinstance(owner := frame.f_locals.get("self"), nn.Module):
-            return weakref.ref(owner)
+        is_reset = frame.f_code.co_name == "reset_parameters"
+        if (
+            is_reset
+            and isinstance(found := frame.f_locals.get("self"), nn.Module)
+            and (found is owner or owner is None)
+        ):
+            # The outermost call, which may pass arguments to that of the base class.
+            owner, has_arguments = found, _has_arguments(frame, found)
         frame = frame.f_back
-    return None
+    return None if owner is None or has_arguments else weakref.ref(owner)
+
+
+def _has_arguments(frame: FrameType, owner: nn.Module) -> bool:
+    """Whether a method was called with other values than its defaults."""
+    name, code = frame.f_code.co_name, frame.f_code
+    functions = [vars(cls)[name] for cls in type(owner).__mro__ if name in vars(cls)]
+    function = next((each for each in functions if getattr(each, "__code__", None) is code), None)
+    if function is None:
+        return code.co_argcount + code.co_kwonlyargcount > 1
+    values = frame.f_locals
+    return any(
+        bool(values.get(name))
+        if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        else values[name] is not each.default
+        for name, each in list(inspect.signature(function).parameters.items())[1:]
+        if name in values
+    )
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -24,11 +24,22 @@ _DRAW_PLAIN = (
 )
 
 
-def initialize_weights(models: Mapping[str, nn.Module], init_weights: Callable[[], None]) -> None:
+def initialize_weights(
+    models: Mapping[str, nn.Module],
+    init_weights: Callable[[], None],
+    lost_values: Mapping[str, str],
+    versions_after_reset: Mapping[str, int | None],
+) -> None:
     """Call `init_weights`, with the same random numbers for every number of ranks, and check that it sets everything.
 
+    Args:
+        models: on the device, without values.
+        init_weights: of the user, or the default.
+        lost_values: see `RunContext`.
+        versions_after_reset: gets the versions of tensors if `init_weights` calls the default.
+
     Raises:
-        ConfigError: a parameter or buffer got no value.
+        ConfigError: a parameter or buffer got no value, or that of `reset_parameters` instead of another.
     """
     tensors = dict(named_tensors(models))
     for tensor in tensors.values():
@@ -53,6 +64,19 @@ def initialize_weights(models: Mapping[str, nn.Module], init_weights: Callable[[
         and tensor is tensors[name]
         and _is_unset(tensor, untouched=version_of(tensor) == versions[name] is not None)
     )
+    for name, version in versions_of(models).items() if versions_after_reset else ():
+        if name in lost_values and version == versions_after_reset.get(name) is not None:
+            raise ConfigError(
+                f"init_weights() calls super().init_weights(), by which {name} gets the value of reset_parameters() "
+                f"in place of that of {lost_values[name]}: set it in init_weights(), too, or set all values in "
+                "configure_models(), without init_weights()"
+            )
+
+
+def versions_of(models: Mapping[str, nn.Module]) -> dict[str, int | None]:
+    """Return the number of changes of each tensor in place."""
+    with torch.no_grad():
+        return {name: version_of(to_local(tensor)) for name, tensor in named_tensors(models)}
 
 
 class UnsetTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrizations import orthogonal
 
-from headway.trainer import Callback, ConfigError, ParallelConfig, World
+from headway.trainer import Callback, ConfigError, ParallelConfig, Session, World
 from headway.trainer.checkpoints.rng import seed_everything
 from tests.distributed import run_on_ranks
 from tests.tiny import Deep, TinyConfig, TinyTrainer, weights
@@ -473,3 +474,278 @@ def test_loaded_weights_are_kept_where_init_weights_sets_others() -> None:
     trainer.setup()
     assert (trainer.model[0].weight == 0.125).all()
     assert not trainer.model[0].bias.any()
+
+
+class _Resets(nn.Linear):
+    """Its constructor gives its own initialization another number than the default."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.reset_parameters(std=1.0)
+
+    def reset_parameters(self, std: float = 0.02) -> None:
+        nn.init.normal_(self.weight, std=std)
+        nn.init.zeros_(self.bias)
+
+
+class _Shifts(nn.Sequential):
+    """A tensor that is neither a parameter nor a buffer, beside weights that are loaded into their places."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 3))
+        self.shift = torch.full((6,), 2.0)
+        with torch.device("cpu"):
+            values = {name: torch.ones(tensor.shape) for name, tensor in self.state_dict().items()}
+        self.load_state_dict(values, assign=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.shift)
+
+
+class _Aliased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(6, 4, bias=False), nn.Linear(4, 6, bias=False)
+        self.decode.weight = nn.Parameter(self.encode.weight.T)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decode(self.encode(x))[:, :3]
+
+
+def _seeded_twice() -> nn.Module:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        models.append(nn.Linear(6, 3))
+    return nn.ModuleList(models)
+
+
+def _seeded_apart() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return nn.Linear(6, 3)
+
+
+def _set_back() -> nn.Module:
+    state = torch.get_rng_state()
+    first = nn.Linear(6, 3)
+    torch.set_rng_state(state)
+    return nn.ModuleList([first, nn.Linear(6, 3)])
+
+
+def _drawn_on_the_cpu() -> nn.Module:
+    model = nn.Linear(6, 3, bias=False)
+    model.weight = nn.Parameter(torch.Tensor(3, 6))
+    nn.init.xavier_uniform_(model.weight)
+    return model
+
+
+@pytest.mark.parametrize(
+    "make", [_Resets, _Shifts, _Aliased, _seeded_twice, _seeded_apart, _set_back, _drawn_on_the_cpu]
+)
+def test_values_that_depend_on_more_than_reset_parameters_are_those_of_plain_pytorch(
+    make: Callable[[], nn.Module],
+) -> None:
+    seed_everything(0, rank="common")
+    plain = make()
+    trainer, said = _setup(make)
+    assert len(said) == 1
+    for (name, value), own in zip(plain.named_parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(value, own), name
+    if not isinstance(plain, nn.ModuleList):
+        assert trainer.fit().status == "completed"
+
+
+class _Kind(nn.Parameter):
+    pass
+
+
+def _kept(world: World, strategy: Any = "none") -> dict[str, Any]:
+    """Return what is left of the user's marks on parameters, and of references to them."""
+
+    class Marks(TinyTrainer):
+        def configure_models(self) -> None:
+            super().configure_models()
+            self.model.last.weight.decay = 0.25
+            self.decayed = [self.model.last.weight]
+            self.model.penalized = {"last": (self.model.last.weight,)}
+
+    trainer = Marks(
+        TinyConfig(max_steps=1, global_batch_size=8, parallel=ParallelConfig(strategy=strategy)), world=world
+    )
+    trainer.setup()
+    weight = trainer.model.last.weight
+    return {
+        "attribute": getattr(weight, "decay", None),
+        "list": trainer.decayed[0] is weight,
+        "dict": trainer.model.penalized["last"][0] is weight,
+    }
+
+
+def _is_refused(world: World, make: Callable[[], nn.Module]) -> str:
+    with pytest.raises(ConfigError) as raised:
+        _setup(make, world=world, strategy="fsdp")
+    return str(raised.value)
+
+
+def _hooked() -> nn.Module:
+    model = Deep(4, 0.0)
+    model.last.weight.register_hook(torch.zeros_like)
+    return model
+
+
+def _of_a_class() -> nn.Module:
+    model = Deep(4, 0.0)
+    model.last.weight = _Kind(model.last.weight.data)
+    return model
+
+
+def _two_that_share() -> nn.Module:
+    trunk = nn.Linear(6, 3)
+    return nn.ModuleDict({"actor": nn.Sequential(trunk, nn.ReLU()), "critic": nn.Sequential(trunk, nn.Tanh())})
+
+
+REFUSED = {
+    _hooked: "model.last.weight has a hook, which is lost",
+    _of_a_class: "model.last.weight is a _Kind, which is lost",
+    _Aliased: "model.encode.weight and model.decode.weight share memory",
+    _two_that_share: "model.actor.0.weight is a weight of two modules that are called by themselves",
+}
+
+
+def _kept_and_refused(world: World) -> Any:
+    return [_kept(world, "ddp"), _kept(world, "fsdp")], [_is_refused(world, make) for make in REFUSED]
+
+
+def test_attributes_and_references_of_parameters_are_kept_or_refused() -> None:
+    everything = {"attribute": 0.25, "list": True, "dict": True}
+    assert _kept(ALONE) == everything
+    for kept, refusals in run_on_ranks(_kept_and_refused, 2):
+        assert kept == [everything] * 2
+        for refusal, message in zip(refusals, REFUSED.values(), strict=True):
+            assert refusal.startswith(message)
+
+
+def test_hooks_and_classes_of_parameters_are_kept() -> None:
+    trainer, _ = _setup(_hooked)
+    before = trainer.model.last.weight.detach().clone()
+    trainer.fit()
+    # AdamW's decay alone.
+    assert torch.allclose(trainer.model.last.weight, before * (1 - 0.01 * 0.01) ** 2, atol=1e-6)
+    assert type(_setup(_of_a_class)[0].model.last.weight) is _Kind
+
+
+def test_init_weights_is_called_for_a_model_that_came_with_all_its_values() -> None:
+    class Sets(_trainer_of(lambda: nn.utils.skip_init(nn.Linear, 6, 3))):  # type: ignore[misc]
+        def init_weights(self) -> None:
+            for parameter in self.model.parameters():
+                nn.init.constant_(parameter, 0.5)
+
+    trainer = Sets(TinyConfig(max_steps=1), world=ALONE)
+    trainer.setup()
+    assert all((parameter == 0.5).all() for parameter in trainer.model.parameters())
+
+
+def test_init_weights_that_would_lose_values_by_the_default_is_refused() -> None:
+    class Target(_trainer_of(lambda: nn.Linear(6, 3))):  # type: ignore[misc]
+        def configure_models(self) -> None:
+            super().configure_models()
+            self.target = copy.deepcopy(self.model).requires_grad_(False)
+
+        def init_weights(self) -> None:
+            super().init_weights()
+            nn.init.zeros_(self.model.bias)
+
+    trainer = Target(TinyConfig(max_steps=1), world=ALONE)
+    with pytest.raises(
+        ConfigError, match=r"by which target\.weight gets the value of reset_parameters\(\) in place of"
+    ):
+        trainer.setup()
+
+    class Sets(Target):
+        def init_weights(self) -> None:
+            super().init_weights()  # and then what it leaves out
+            self.target.load_state_dict(self.model.state_dict())
+
+    trainer = Sets(TinyConfig(max_steps=1), world=ALONE)
+    trainer.setup()
+    assert torch.equal(trainer.target.weight, trainer.model.weight)
+
+
+def test_models_that_are_added_to_twice_are_refused() -> None:
+    class Appends(TinyTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.layers: list[nn.Module] = []
+
+        def configure_models(self) -> None:
+            self.layers.append(nn.Linear(6, 3))
+            nn.init.zeros_(self.layers[-1].bias)
+            self.model = nn.Sequential(*self.layers)
+
+    with pytest.raises(ConfigError, match=r"adds to self\.layers, which was there before, and runs twice"):
+        Appends(TinyConfig(max_steps=1), world=ALONE).setup()
+
+
+@functools.lru_cache
+def _table() -> torch.Tensor:
+    return torch.arange(6.0)
+
+
+def test_a_cache_that_keeps_a_tensor_of_the_meta_device_is_named() -> None:
+    def make() -> nn.Module:
+        model = Initializes()
+        model.table = _table()
+        return model
+
+    with pytest.raises(ConfigError, match=r"model\.table is on the meta device, from the first run"):
+        _setup(make)
+
+
+def test_a_callback_may_compare_weights() -> None:
+    class Compares(Callback):
+        def on_models_configured(self, trainer: Any) -> None:
+            self.are_equal = torch.equal(trainer.model.last.weight, trainer.model.last.weight)
+
+    compares = Compares()
+    TinyTrainer(TinyConfig(max_steps=1), world=ALONE, callbacks=[compares]).setup()
+    assert compares.are_equal
+
+
+def _shares(world: World, strategy: Any) -> str:
+    class Shares(TinyTrainer):
+        def configure_models(self) -> None:
+            with torch.device("cpu"):
+                trunk = nn.Linear(6, 3)
+                self.model, self.critic = nn.Sequential(trunk), nn.Sequential(trunk, nn.Linear(3, 1))
+
+    config = TinyConfig(max_steps=1, global_batch_size=8, parallel=ParallelConfig(strategy=strategy))
+    with pytest.raises(ConfigError) as raised:
+        Shares(config, world=world).setup()
+    return str(raised.value)
+
+
+def _share(world: World) -> list[str]:
+    return [_shares(world, strategy) for strategy in ("ddp", "fsdp")]
+
+
+def test_two_models_with_values_that_share_a_weight_are_refused_on_several_ranks() -> None:
+    for refusals in run_on_ranks(_share, 2):
+        for refusal in refusals:
+            assert refusal.startswith(
+                "model and critic share model.0.weight, but each is created and sharded separately"
+            )
+
+
+def test_a_session_refuses_a_model_without_values() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(6, 3)
+    session = Session(
+        TinyConfig(max_steps=1), model=model, optimizer=lambda model: torch.optim.SGD(model.parameters()),
+        data=[torch.ones(2, 6)], world=ALONE,
+    )  # fmt: skip
+    with (
+        pytest.raises(ConfigError, match="^model of the Session came without values, on the meta device: pass"),
+        session,
+    ):
+        pass

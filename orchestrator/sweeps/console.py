@@ -18,7 +18,7 @@ from headway.trainer.loop import messages
 
 from ..config.experiment import Experiment
 from ..display.tables import format_table
-from .objectives import is_feasible
+from .objectives import ranked
 from .record import TrialResult
 from .result import SweepResult, labels
 from .search import Search
@@ -88,9 +88,8 @@ class SweepConsole:
         """Print how a trial ended; one from before this start is only compared with the best."""
         with self._lock:
             self._rows.pop(trial.name, None)
-            is_judged = trial.status != "failed" and is_feasible(trial.metrics, self._constraints)
-            if trial.metric is not None and is_judged and self._is_better(trial.metric):
-                self._best = trial
+            candidates = [trial] if self._best is None else [self._best, trial]
+            self._best = next(iter(ranked(candidates, self._mode, self._constraints)), None)
             if before:
                 return
             self._done += 1
@@ -131,10 +130,6 @@ class SweepConsole:
         if self._live is not None:
             self._live.stop()
             self._live = None
-
-    def _is_better(self, value: float) -> bool:
-        best = None if self._best is None else self._best.metric
-        return best is None or (value < best if self._mode == "min" else value > best)
 
     def _table(self) -> Text:
         with self._lock:

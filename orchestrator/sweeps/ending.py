@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from .objectives import ranked
 from .record import TrialResult
 from .search import Search
 
@@ -31,9 +32,7 @@ def out_of_patience(search: Search, trials: Iterable[TrialResult]) -> str | None
     if search.patience is None:
         return None
     ended = [trial for trial in trials if trial.has_ended]
-    judged = [trial for trial in ended if trial.metric is not None and trial.status != "failed"]
-    sign = 1 if search.mode == "min" else -1
-    best = min(judged, key=lambda trial: (sign * (trial.metric or 0.0), trial.index), default=None)
+    best = next(iter(ranked(ended, search.mode)), None)
     since = [trial for trial in ended if best is None or trial.index > best.index]
     if len(since) < search.patience:
         return None

@@ -12,7 +12,7 @@ from headway.trainer.checkpoints.retention import Mode
 from headway.trainer.result import Table
 
 from ..storage.folder import absolute
-from .objectives import Constraint, is_feasible, objective_values, pareto
+from .objectives import Constraint, objective_values, pareto, ranked
 from .record import Sweep, TrialResult
 
 
@@ -155,12 +155,7 @@ class SweepResult:
 
     def ranked(self) -> list[TrialResult]:
         """Return the trials that have a finite metric, did not fail and meet the constraints, best first."""
-        judged = [
-            each
-            for each in self.trials
-            if each.metric is not None and each.status != "failed" and is_feasible(each.metrics, self.constraints)
-        ]
-        return sorted(judged, key=lambda each: (each.metric or 0.0) * (1 if self.mode == "min" else -1))
+        return ranked(self.trials, self.mode, self.constraints)
 
 
 def labels(paths: Iterable[str]) -> dict[str, str]:

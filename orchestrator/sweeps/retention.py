@@ -9,6 +9,7 @@ from headway.trainer.checkpoints.scan import scan
 from headway.trainer.checkpoints.storage import open_storage
 
 from ..storage.folder import join
+from .objectives import ranked
 from .record import TrialResult
 
 _DONE = ("completed", "stopped", "time_limit")
@@ -54,9 +55,7 @@ def over_limit(
 def _finished(trials: Iterable[TrialResult], mode: Mode) -> tuple[list[TrialResult], list[TrialResult]]:
     """Return the finished trials with a metric, best first, and those without."""
     done = [trial for trial in trials if trial.status in _DONE]
-    judged = [trial for trial in done if trial.metric is not None]
-    judged.sort(key=lambda trial: (trial.metric or 0.0) * (1 if mode == "min" else -1))
-    return judged, [trial for trial in done if trial.metric is None]
+    return ranked(done, mode), [trial for trial in done if trial.metric is None]
 
 
 def checkpoint_bytes(trial: TrialResult) -> int:

@@ -14,7 +14,7 @@ from headway.trainer.errors import ConfigError
 
 from .objectives import Constraint, objective_values
 from .sampling import axis_of
-from .space import Axis, Choice, Grid, LogUniform, RandInt, Uniform, When, index_of
+from .space import Axis, Choice, LogUniform, RandInt, Uniform, When
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class TPE:
             )
             if fixed:
                 self._study.enqueue_trial(
-                    {path: _to_optuna(axis, fixed[path]) for path, axis in _axes(self._space, fixed).items()}
+                    {path: axis.encode(fixed[path]) for path, axis in _axes(self._space, fixed).items()}
                 )
             trial = self._study.ask()
             values: dict[str, Any] = {}
@@ -102,37 +102,35 @@ class TPE:
 
     def _update(self, tried: Sequence[PastTrial]) -> None:
         """Bring the study to the state of the trials. A new one would take 0.3 s after a thousand trials."""
-        known = len(self._known)
-        if self._study is None or known > len(tried) or not all(map(self._tell, range(known), tried)):
+        if self._study is None or not self._continues(tried):
             directions = ["minimize" if mode == "min" else "maximize" for mode in self._objectives.values()]
             self._study = self._optuna.create_study(directions=directions)
             self._known, self._numbers = [], []
+        for before, now, number in zip(self._known, tried, self._numbers, strict=False):
+            if now.state != before.state:
+                self._tell(number, now)
         for each in tried[len(self._known) :]:
             self._numbers.append(len(self._study.get_trials(deepcopy=False)))
             self._study.add_trial(self._past_trial(each))
-            self._known.append(each)
+        self._known = list(tried)
 
-    def _tell(self, place: int, now: PastTrial) -> bool:
-        """Record a change of a trial; return False if it cannot have happened to the trial of before."""
-        before, number = self._known[place], self._numbers[place]
-        if now == before:
-            return True
-        if before.values != now.values or before.state != "training":
-            return False
-        self._known[place] = now
-        if now.state == "training":
-            return True
+    def _continues(self, tried: Sequence[PastTrial]) -> bool:
+        """Return whether the trials may be those of the study at a later time."""
+        return len(self._known) <= len(tried) and all(
+            before == now or (before.state == "training" and before.values == now.values)
+            for before, now in zip(self._known, tried, strict=False)
+        )
+
+    def _tell(self, number: int, now: PastTrial) -> None:
+        """Record the end of a trial in the study."""
         # In a study in memory, ids are numbers.
         trial = self._optuna.trial.Trial(self._study, number)
-        if trial.number != number:
-            return False
         state, values, intermediate = self._outcome(now)
         for step, value in intermediate.items():
             trial.report(value, step)
         for key, value in self._violations(now).items():
             trial.set_constraint(key, value)
         self._study.tell(number, values, state=state)
-        return True
 
     def _outcome(self, tried: PastTrial) -> tuple[Any, list[float] | None, dict[int, float]]:
         """Return the state of a trial in the study, its values, and the intermediate values that rank a pruned one."""
@@ -156,7 +154,7 @@ class TPE:
         state, values, intermediate = self._outcome(tried)
         violations = self._violations(tried)
         return self._optuna.trial.create_trial(
-            params={path: _to_optuna(axis, tried.values[path]) for path, axis in axes.items()},
+            params={path: axis.encode(tried.values[path]) for path, axis in axes.items()},
             distributions={path: _distribution(self._optuna, axis) for path, axis in axes.items()},
             state=state,
             values=values,
@@ -215,12 +213,6 @@ def _distribution(optuna: Any, axis: Axis) -> Any:
 def _suggest_one(optuna: Any, trial: Any, path: str, axis: Axis) -> Any:
     limits = _distribution(optuna, axis)
     if isinstance(axis, Choice):
-        return axis.values[trial.suggest_categorical(path, limits.choices)]
-    assert not isinstance(axis, Grid)
+        return axis.decode(trial.suggest_categorical(path, limits.choices))
     suggest = trial.suggest_int if isinstance(axis, RandInt) else trial.suggest_float
-    return axis.snap(suggest(path, limits.low, limits.high, step=limits.step, log=limits.log))
-
-
-def _to_optuna(axis: Axis, value: Any) -> Any:
-    """Convert a value from the journal to Optuna's parameter: for a `Choice`, its index."""
-    return index_of(axis, value) if isinstance(axis, Choice) else value
+    return axis.decode(suggest(path, limits.low, limits.high, step=limits.step, log=limits.log))

@@ -14,20 +14,58 @@ from headway.trainer.errors import ConfigError
 from ..config.loader import to_plain
 
 
-@dataclass(frozen=True)
-class _Floats:
-    """Floats between two limits."""
+class _Number:
+    """A number."""
 
-    low: float
-    high: float
-    step: float | None = None
+    def encode(self, value: Any) -> Any:
+        """Return a value as searchers get it: unchanged."""
+        return value
+
+    def decode(self, value: Any) -> Any:
+        """Return the valid value for one that a searcher suggests: not all searchers know steps."""
+        return self.snap(value)
+
+    def snap(self, value: float) -> Any:
+        """Return the nearest valid value."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _Range(_Number):
+    """Numbers between two limits."""
+
+    low: Any
+    high: Any
+    step: Any = None
 
     def __post_init__(self) -> None:
-        _check_limits(self, self.low, self.high, self.step)
+        name = type(self).__name__
+        if not (_is_number(self.low) and _is_number(self.high)):
+            raise ConfigError(f"{name}: low and high must be finite numbers, got {self.low!r} and {self.high!r}")
+        if not self.low < self.high:
+            raise ConfigError(f"{name}: low must be less than high, got {self.low!r} and {self.high!r}")
+        if (isinstance(self, LogUniform) or getattr(self, "log", False)) and not self.low > 0:
+            raise ConfigError(f"{name}: low must be > 0 on a logarithmic scale, got {self.low!r}")
+        _check_step(self, self.step)
+        if self.step is not None and self.step > self.high - self.low:
+            raise ConfigError(f"{name}: step must be <= high - low ({self.high - self.low}), got {self.step!r}")
 
-    def snap(self, value: float) -> float:
+    def snap(self, value: float) -> Any:
         """Return the nearest valid value."""
-        return _snap(self, value)
+        clamped = min(max(value, self.low), self.high)
+        if self.step is None:
+            return clamped
+        return self._at(min(round((clamped - self.low) / self.step), self._num_steps))
+
+    @property
+    def _num_steps(self) -> int:
+        """The number of steps between the limits."""
+        return int((self.high - self.low) / self.step + 1e-9)
+
+    def _at(self, step: int) -> Any:
+        """Return the value after some steps, without the noise of repeated additions such as 0.30000000000000004."""
+        value = self.low + step * self.step
+        return value if type(value) is int else float(f"{value:.12g}")
 
 
 @dataclass(frozen=True)
@@ -48,9 +86,22 @@ class _Values:
         """Return all values, for validation."""
         return self.values
 
+    def encode(self, value: Any) -> int | None:
+        """Return the place of a value, possibly read from a journal; searchers may not accept lists as categories."""
+        text = json.dumps(to_plain(value))
+        return next((place for place, each in enumerate(self.values) if json.dumps(to_plain(each)) == text), None)
+
+    def decode(self, place: Any) -> Any:
+        """Return the value at a place that a searcher suggests."""
+        return self.values[int(place)]
+
+    def snap(self, value: Any) -> Any:
+        """Return it: `PBT` chooses among the values."""
+        return value
+
 
 @dataclass(frozen=True)
-class Uniform(_Floats):
+class Uniform(_Range):
     """A float with a uniform distribution.
 
     Attributes:
@@ -66,7 +117,7 @@ class Uniform(_Floats):
         """Return a random value."""
         if self.step is None:
             return generator.uniform(self.low, self.high)
-        return _at(self, generator.randint(0, _num_steps(self)))
+        return float(self._at(generator.randint(0, self._num_steps)))
 
     def samples(self) -> tuple[float, ...]:
         """Return typical values, for validation."""
@@ -74,7 +125,7 @@ class Uniform(_Floats):
 
 
 @dataclass(frozen=True)
-class LogUniform(_Floats):
+class LogUniform(_Range):
     """A float with a log-uniform distribution.
 
     Attributes:
@@ -88,7 +139,7 @@ class LogUniform(_Floats):
 
     def draw(self, generator: random.Random) -> float:
         """Return a random value."""
-        return self.snap(math.exp(generator.uniform(math.log(self.low), math.log(self.high))))
+        return float(self.snap(math.exp(generator.uniform(math.log(self.low), math.log(self.high)))))
 
     def samples(self) -> tuple[float, ...]:
         """Return typical values, for validation."""
@@ -96,7 +147,7 @@ class LogUniform(_Floats):
 
 
 @dataclass(frozen=True)
-class RandInt:
+class RandInt(_Range):
     """An integer with a uniform or log-uniform distribution.
 
     Attributes:
@@ -119,27 +170,23 @@ class RandInt:
             raise ConfigError(
                 f"RandInt: low, high and step must be integers, got {self.low!r}, {self.high!r} and {self.step!r}"
             )
-        _check_limits(self, self.low, self.high, self.step)
+        super().__post_init__()
 
     def draw(self, generator: random.Random) -> int:
         """Return a random value."""
         if not self.log:
-            return self.low + self.step * generator.randint(0, (self.high - self.low) // self.step)
+            return int(self._at(generator.randint(0, self._num_steps)))
         # As if all values that round to an integer were drawn, so that the limits are as likely as their neighbors.
         drawn = math.exp(generator.uniform(math.log(self.low - 0.5), math.log(self.high + 0.5)))
-        return self.snap(drawn)
+        return int(self.snap(drawn))
 
     def samples(self) -> tuple[int, ...]:
         """Return typical values, for validation."""
         return (self.low, self.snap(self.high))
 
-    def snap(self, value: float) -> int:
-        """Return the nearest valid value."""
-        return int(_snap(self, value))
-
 
 @dataclass(frozen=True)
-class Normal:
+class Normal(_Number):
     """A float with a normal distribution; has no limits.
 
     Attributes:
@@ -268,17 +315,11 @@ def as_axis(value: Any) -> Any:
 def contains(axis: Any, value: Any) -> bool:
     """Return whether an axis, or a fixed value, can have a value."""
     if isinstance(axis, _Values):
-        return index_of(axis, value) is not None
-    if isinstance(axis, (_Floats, RandInt, Normal)):
+        return axis.encode(value) is not None
+    if isinstance(axis, _Number):
         is_type = type(value) is int if isinstance(axis, RandInt) else _is_number(value)
         return is_type and math.isclose(axis.snap(value), value, rel_tol=1e-9, abs_tol=1e-12)
     return bool(to_plain(value) == to_plain(axis))
-
-
-def index_of(axis: _Values, value: Any) -> int | None:
-    """Return the place of a value, possibly read from a journal, among those of an axis."""
-    text = json.dumps(to_plain(value))
-    return next((place for place, each in enumerate(axis.values) if json.dumps(to_plain(each)) == text), None)
 
 
 def _from_tune(domain: Any) -> Axis:
@@ -317,39 +358,8 @@ def _from_optuna(distribution: Any) -> Axis:
     raise ConfigError(f"space: {type(distribution).__name__} of Optuna has no equivalent: use an axis such as Uniform")
 
 
-def _num_steps(axis: Any) -> int:
-    """Return the number of steps between the limits."""
-    return int((axis.high - axis.low) / axis.step + 1e-9)
-
-
-def _at(axis: Any, step: int) -> float:
-    """Return the value after some steps, without the noise of repeated additions such as 0.30000000000000004."""
-    value: float = axis.low + step * axis.step
-    return value if type(value) is int else float(f"{value:.12g}")
-
-
-def _snap(axis: Any, value: float) -> float:
-    clamped: float = min(max(value, axis.low), axis.high)
-    if axis.step is None:
-        return clamped
-    return _at(axis, min(round((clamped - axis.low) / axis.step), _num_steps(axis)))
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _check_limits(axis: Any, low: Any, high: Any, step: Any) -> None:
-    name = type(axis).__name__
-    if not (_is_number(low) and _is_number(high)):
-        raise ConfigError(f"{name}: low and high must be finite numbers, got {low!r} and {high!r}")
-    if not low < high:
-        raise ConfigError(f"{name}: low must be less than high, got {low!r} and {high!r}")
-    if (isinstance(axis, LogUniform) or getattr(axis, "log", False)) and not low > 0:
-        raise ConfigError(f"{name}: low must be > 0 on a logarithmic scale, got {low!r}")
-    _check_step(axis, step)
-    if step is not None and step > high - low:
-        raise ConfigError(f"{name}: step must be <= high - low ({high - low}), got {step!r}")
 
 
 def _check_step(axis: Any, step: Any) -> None:

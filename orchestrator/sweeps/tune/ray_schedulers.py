@@ -277,10 +277,7 @@ def make_schedulers(search: Search) -> Sequence[TrialScheduler]:
             axes, generator = search.varied, random.Random(f"{search.seed} pbt")
 
             def clamped(values: Params) -> Params:
-                snapped = {
-                    path: axis.snap(values[path]) for path, axis in axes.items() if not isinstance(axis, (Choice, Grid))
-                }
-                return {**values, **snapped}
+                return {**values, **{path: axis.snap(values[path]) for path, axis in axes.items()}}
 
             return [
                 PopulationBasedTraining(

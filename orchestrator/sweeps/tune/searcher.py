@@ -21,7 +21,7 @@ from ...storage.folder import Folder
 from ..optuna_search import PastTrial
 from ..sampling import Params
 from ..search import Search
-from ..space import Axis, Choice, LogUniform, Normal, RandInt, Uniform, index_of
+from ..space import Axis, Choice, LogUniform, Normal, RandInt, Uniform
 
 _STATE = "searcher.json"
 # Refusals in a row while no trial trains, after which there is nothing to wait for. Some searchers refuse duplicates or
@@ -93,7 +93,7 @@ class TuneSearcher:
         self._num_asked += 1
         self._ids[index] = trial_id
         self._save()
-        return {**self._search.fixed, **{path: self._from_tune(path, value) for path, value in suggested.items()}}
+        return {**self._search.fixed, **{path: self._decode(path, value) for path, value in suggested.items()}}
 
     def report(self, index: int, result: Mapping[str, Any]) -> None:
         """Forward an evaluation of a trial."""
@@ -135,7 +135,7 @@ class TuneSearcher:
     def _add(self, tried: PastTrial) -> None:
         """Give the searcher a result that it has not suggested itself."""
         if tried.metric is not None and tried.state != "failed" and all(path in tried.values for path in self._axes):
-            values = {path: self._to_tune(path, tried.values[path]) for path in self._axes}
+            values = {path: axis.encode(tried.values[path]) for path, axis in self._axes.items()}
             self._searcher.add_evaluated_point(values, tried.metric)
 
     def _warm_up(self, warm: Sequence[PastTrial]) -> None:
@@ -147,17 +147,10 @@ class TuneSearcher:
                 f"warm_start cannot be used with {self._kind}, which has no add_evaluated_point"
             ) from error
 
-    def _to_tune(self, path: str, value: Any) -> Any:
-        axis = self._axes[path]
-        return index_of(axis, value) if isinstance(axis, Choice) else value
-
-    def _from_tune(self, path: str, value: Any) -> Any:
-        axis = self._axes.get(path)
-        if axis is None:
+    def _decode(self, path: str, value: Any) -> Any:
+        if path not in self._axes:
             raise ConfigError(f"{self._kind} suggested {path}={value!r}, which is not in the space")
-        if isinstance(axis, Choice):
-            return axis.values[int(value)]
-        return axis.snap(value) if isinstance(axis, (Uniform, LogUniform, RandInt, Normal)) else value
+        return self._axes[path].decode(value)
 
     def _describe_loss(self) -> str | None:
         if self._can_save:
@@ -208,7 +201,7 @@ def _without_limiter(searcher: Searcher) -> tuple[Searcher, int]:
 
 
 def _to_tune(axis: Axis) -> Any:
-    """Return the domain of an axis. Values are rounded to steps afterwards, as few searchers know them."""
+    """Return the domain of an axis, without its step."""
     match axis:
         case Uniform(low=low, high=high):
             return tune.uniform(low, high)
@@ -219,6 +212,5 @@ def _to_tune(axis: Axis) -> Any:
         case Normal(mean=mean, std=std):
             return tune.randn(mean, std)
         case Choice(values=values):
-            # By index, because searchers may not accept lists as categories.
             return tune.choice(list(range(len(values))))
     raise ConfigError(f"a Searcher cannot search {type(axis).__name__}")

@@ -176,7 +176,7 @@ class Sweep(RecordedFolder[SweepRecord]):
         trial = TrialResult(
             name=name, index=suggested["index"], values=suggested["values"], run_dir=self.folder.path(name)
         )
-        trial = self._refreshed(trial, events.get("trial_changed"), end)
+        trial = self.refreshed(trial, events.get("trial_changed"), end)
         if "trial_retried" in events and end is None and trial.status == "failed":
             # The record shows the old failure until the trial starts.
             trial = replace(trial, status="interrupted", error=None)
@@ -187,11 +187,14 @@ class Sweep(RecordedFolder[SweepRecord]):
             trial = replace(trial, best_checkpoint=best, last_checkpoint=last, has_no_checkpoints=True)
         return trial
 
-    def refreshed(self, trial: TrialResult) -> TrialResult:
-        """Return the current state of a trial, from the files of its run."""
-        return self._refreshed(trial, None, None)
+    def refreshed(self, trial: TrialResult, change: Event | None = None, end: Event | None = None) -> TrialResult:
+        """Return the current state of a trial, from the files of its run.
 
-    def _refreshed(self, trial: TrialResult, change: Event | None, end: Event | None) -> TrialResult:
+        Args:
+            trial: its state of before.
+            change: the last "trial_changed" event, unless the trial has it already.
+            end: the "trial_ended" event, if the trial has ended.
+        """
         if change is not None:
             saved = _has_saved_since(trial.run_dir, change)
             trial = replace(trial, values=change["values"], resume="auto" if saved else change["checkpoint"])

@@ -31,7 +31,7 @@ class ASHA:
     max_evaluations: int = 100
 
     def __post_init__(self) -> None:
-        _check_positive_ints(self, "grace", "max_evaluations")
+        check_positive_ints(self, "grace", "max_evaluations")
         _check_rungs(self)
 
 
@@ -62,7 +62,7 @@ class HyperBand:
     brackets: int | None = None
 
     def __post_init__(self) -> None:
-        _check_positive_ints(self, "grace", "max_evaluations", *(["brackets"] if self.brackets is not None else []))
+        check_positive_ints(self, "grace", "max_evaluations", "brackets")
         _check_rungs(self)
         if self.brackets is not None and self.brackets > self._most_brackets:
             raise ConfigError(
@@ -109,7 +109,7 @@ class MedianStopping:
     trials: int = 3
 
     def __post_init__(self) -> None:
-        _check_positive_ints(self, "grace", "trials")
+        check_positive_ints(self, "grace", "trials")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +135,7 @@ class PBT:
     resample: float = 0.25
 
     def __post_init__(self) -> None:
-        _check_positive_ints(self, "every")
+        check_positive_ints(self, "every")
         object.__setattr__(self, "vary", tuple(self.vary))
         if not 0 < self.quantile <= 0.5:
             raise ConfigError(f"quantile must be > 0 and <= 0.5, got {self.quantile!r}")
@@ -163,8 +163,13 @@ def _check_rungs(scheduler: ASHA | HyperBand) -> None:
         raise ConfigError(f"grace must be <= max_evaluations ({scheduler.max_evaluations}), got {scheduler.grace}")
 
 
-def _check_positive_ints(scheduler: Scheduler, *names: str) -> None:
+def check_positive_ints(settings: Any, *names: str) -> None:
+    """Check that fields of a dataclass are integers >= 1, or have their default, which may be None.
+
+    Raises:
+        ConfigError: one is not.
+    """
     for name in names:
-        value = getattr(scheduler, name)
-        if type(value) is not int or value < 1:
+        value = getattr(settings, name)
+        if value is not getattr(type(settings), name) and (type(value) is not int or value < 1):
             raise ConfigError(f"{name} must be an integer >= 1, got {value!r}")

@@ -21,7 +21,7 @@ from . import optuna_search
 from .objectives import Constraint
 from .optuna_search import TPE, PastTrial
 from .sampling import AXES, Params, axis_of, combinations, conditions, sample
-from .schedulers import PBT, Scheduler, is_from, is_tune_scheduler
+from .schedulers import PBT, Scheduler, check_positive_ints, is_from, is_tune_scheduler
 from .space import Axis, Grid, LogUniform, Normal, Uniform, When, as_axis, contains
 from .space_checks import check_point, check_space, check_varied
 
@@ -105,10 +105,7 @@ class Search:
         if self.mode not in get_args(Mode):
             raise ConfigError(f"mode must be one of {', '.join(get_args(Mode))}, got {self.mode!r}")
         self._check_algorithm()
-        for name in ("trials", "concurrent", "keep_best_trials", "patience"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"{name} must be an integer >= 1, got {value!r}")
+        check_positive_ints(self, "trials", "concurrent", "keep_best_trials", "patience")
         if self.time_budget is not None:
             object.__setattr__(self, "time_budget", Duration.parse(self.time_budget))
             if self.time_budget.unit != "seconds":
@@ -324,17 +321,14 @@ class Search:
 
     def settings(self, experiment: Experiment, values: Params) -> Params:
         """Return the values of a trial with the settings that the sweep needs."""
-        return {**self._besides(experiment), **values}
-
-    def _besides(self, experiment: Experiment) -> Params:
         if not self.metric.startswith("validation/"):
-            return {}
+            return dict(values)
         settings: Params = {"config.checkpoint.monitor": self.metric, "config.checkpoint.mode": self.mode}
         if self.pauses:
             keep = experiment.config.checkpoint.keep_last
             settings["config.checkpoint.background"] = False
             settings["config.checkpoint.keep_last"] = keep if keep == "all" else max(keep, 4)
-        return settings
+        return {**settings, **values}
 
     def _check_algorithm(self) -> None:
         algorithm = self.algorithm
@@ -419,8 +413,6 @@ def _class_of(value: Any) -> str:
 
 def _plain(value: Any) -> Any:
     """Return a part of a search as plain values; an object that is not Headway's becomes the name of its class."""
-    if isinstance(value, Duration) or value is None or isinstance(value, (bool, int, float, str)):
-        return to_plain(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headway.trainer.errors import ConfigError
 
@@ -24,9 +23,6 @@ from .record import Sweep
 from .result import SweepResult
 from .sampling import fits
 from .search import Search
-
-if TYPE_CHECKING:
-    from .tune.searcher import TuneSearcher
 
 
 def sweep(
@@ -91,6 +87,7 @@ def _run_sweep(
     from ..train.signals import StopSignals
     from .concurrency import ConcurrencyLimit
     from .tune.adapter import tune_trials
+    from .tune.searcher import TuneSearcher
 
     if retry_failed:
         opened.retry_failed()
@@ -101,9 +98,11 @@ def _run_sweep(
         reason = out_of_patience(search, trials)
     if reason is not None:
         return _end(opened, display, "completed", reason)
-    # Before Ray starts, because a searcher may not accept the space.
     warm = warm_trials(search)
-    searcher = _make_searcher(search, opened, display, warm)
+    # Before Ray starts, because a searcher may not accept the space.
+    searcher = TuneSearcher(search, opened.folder, warm) if search.has_searcher else None
+    if searcher is not None and searcher.note is not None:
+        display.line(searcher.note, "yellow")
     for change in record_changed_settings(opened, experiment):
         display.line(f"  {change}", "dim")
     with StopSignals() as signals:
@@ -149,20 +148,6 @@ def warm_trials(search: Search) -> list[PastTrial]:
             for each in trials
         ]
     return found
-
-
-def _make_searcher(
-    search: Search, sweep: Sweep, display: SweepConsole, warm: Sequence[PastTrial] = ()
-) -> TuneSearcher | None:
-    """Return what asks the search's `Searcher`, if it has one; prints what a killed driver would lose."""
-    if not search.has_searcher:
-        return None
-    from .tune.searcher import TuneSearcher
-
-    searcher = TuneSearcher(search, sweep.folder, warm)
-    if searcher.note is not None:
-        display.line(searcher.note, "yellow")
-    return searcher
 
 
 def _first_valid_trial(experiment: Experiment, search: Search) -> Experiment:

@@ -188,13 +188,10 @@ class AbortStopper(NotPickled, tune.Stopper):  # type: ignore[misc]
 
 
 class NoProgressOutput(TrialProgressCallback):  # type: ignore[misc]
-    """Replaces Ray Tune's progress table. Ray Tune creates it by its name in the environment."""
+    """Replaces Ray Tune's progress output, which `verbose=0` leaves on for trials that end without a report.
 
-    def on_trial_result(self, *_: Any, **__: Any) -> None:
-        """Print nothing."""
-
-    def on_trial_error(self, *_: Any, **__: Any) -> None:
-        """Print nothing."""
+    Ray Tune creates it by its name in the environment.
+    """
 
     def on_trial_complete(self, *_: Any, **__: Any) -> None:
         """Print nothing."""

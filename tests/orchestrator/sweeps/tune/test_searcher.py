@@ -19,7 +19,6 @@ from headway.orchestrator.sweeps.console import SweepConsole
 from headway.orchestrator.sweeps.driver import SweepDriver
 from headway.orchestrator.sweeps.optuna_search import PastTrial
 from headway.orchestrator.sweeps.record import Sweep
-from headway.orchestrator.sweeps.sweep import _make_searcher
 from headway.orchestrator.sweeps.tune.searcher import TuneSearcher
 from headway.orchestrator.train.signals import StopSignals
 from headway.trainer.errors import ConfigError
@@ -123,11 +122,7 @@ def test_what_a_killed_driver_would_lose_is_said_before_the_sweep_starts(
 ) -> None:
     lines = []
     for number, made in enumerate((OptunaSearch(), Remembering(), Forgetful())):
-        told = io.StringIO()
-        search = Search(space=SPACE, algorithm=made)
-        opened = open_sweep(experiment(tmp_path / str(number)), search)
-        _make_searcher(search, opened, SweepConsole("validation/loss", "min", Console(file=told, width=300)))
-        lines.append(told.getvalue())
+        lines.append(searcher_of(Search(space=SPACE, algorithm=made), tmp_path / str(number)).note or "")
     assert lines[0] == ""
     assert "A new study created" not in capfd.readouterr().err
     assert "Remembering cannot save its state: if the driver is killed, it will learn the results anew" in lines[1]

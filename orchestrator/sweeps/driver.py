@@ -373,16 +373,15 @@ class SweepDriver:
         """Start no more trials; the others save a checkpoint and end."""
         self._goal = self._goal or reason
 
-    def paused(self, name: str, *, is_paused: bool) -> None:
-        """Tell the searcher that the scheduler pauses or continues a trial."""
+    def forward(self, event: str, name: str, *args: Any) -> None:
+        """Forward an event of a trial to the searcher."""
         if self._searcher is not None:
-            self._searcher.pause(self._trials[name].index, is_paused=is_paused)
+            self._searcher.forward(event, self._trials[name].index, *args)
 
     def reported(self, name: str, report: Mapping[str, Any]) -> None:
         """Show the report of a trial, and give it to the searcher."""
         self._display.reported(name, report)
-        if self._searcher is not None:
-            self._searcher.report(self._trials[name].index, report)
+        self.forward("on_trial_result", name, dict(report))
         if (reason := meets_target(self.search, name, report.get(self.search.metric))) is not None:
             self.reach_goal(reason)
         # The report that led to the change arrives here, too.

@@ -162,11 +162,11 @@ class JournalSearcher(NotPickled, Searcher):  # type: ignore[misc]
 
     def on_pause(self, trial_id: str) -> None:
         """Forward it: `HyperBandForBOHB` tells the searcher, which counts the trials that train."""
-        self._driver.paused(self._names[trial_id], is_paused=True)
+        self._driver.forward("on_pause", self._names[trial_id])
 
     def on_unpause(self, trial_id: str) -> None:
         """Forward it."""
-        self._driver.paused(self._names[trial_id], is_paused=False)
+        self._driver.forward("on_unpause", self._names[trial_id])
 
     def save(self, checkpoint_path: str) -> None:
         """Save nothing: the state is in the journal."""

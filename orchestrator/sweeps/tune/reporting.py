@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -68,12 +69,14 @@ class TuneReporter:
 
     Attributes:
         has_ended: whether Ray Tune has ended or paused the trial.
+        after_report: called after each report, when Ray Tune has decided how the trial continues.
     """
 
     def __init__(
         self, run_dir: str, metric: str | None, *, saves: bool, is_adopted: bool = False, mode: Mode | None = None
     ) -> None:
         self.has_ended = False
+        self.after_report: Callable[[], None] = lambda: None
         self.folder = Folder(run_dir)
         self._metric, self._saves, self._is_adopted, self._mode = metric, saves, is_adopted, mode
         self._metrics: dict[str, float] = {}
@@ -84,56 +87,44 @@ class TuneReporter:
         judges_training = mode is not None and metric is not None and metric.startswith("train/")
         self._logged = set(metric_by_step(self.folder, str(metric))) if judges_training else None
 
-    def logged(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Keep the metrics of the training for the next report, or report the metric of the sweep if it is one.
-
-        Returns:
-            Whether something was reported.
-        """
+    def logged(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keep the metrics of the training for the next report, or report the metric of the sweep if it is one."""
         self._metrics.update(metrics)
-        if self._logged is None or self._metric not in metrics:
-            return False
-        self._logged.add(step)
-        self._report(self._make_report(step, sum(each <= step for each in self._logged)))
-        return True
+        if self._logged is not None and self._metric in metrics:
+            self._logged.add(step)
+            self._report(self._make_report(step, sum(each <= step for each in self._logged)))
 
-    def evaluated(self, step: int, metrics: Mapping[str, float], evaluations: int) -> bool:
-        """Report an evaluation, or keep it until its checkpoint is complete; returns whether something was reported.
+    def evaluated(self, step: int, metrics: Mapping[str, float], evaluations: int) -> None:
+        """Report an evaluation, or keep it until its checkpoint is complete.
 
         Raises:
             ConfigError: it lacks the metric.
         """
         if self._logged is not None:
-            return False
+            return
         check_metric(self._metric, metrics, "an evaluation")
         self._metrics.update(metrics)
         self._waiting.append((step, self._make_report(step, evaluations)))
-        return not self._saves and self.saved(step, "")
+        if not self._saves:
+            self.saved(step, "")
 
-    def saved(self, step: int, checkpoint: str) -> bool:
-        """Report the evaluations up to a checkpoint, with a pointer to it; returns whether there was one."""
+    def saved(self, step: int, checkpoint: str) -> None:
+        """Report the evaluations up to a checkpoint, with a pointer to it."""
         due = [report for at, report in self._waiting if at <= step]
         self._waiting = self._waiting[len(due) :]
         for report in due:
             self._report(report, checkpoint)
-        return bool(due)
 
-    def restored(self, step: int) -> bool:
+    def restored(self, step: int) -> None:
         """Report the evaluations up to a restored checkpoint that Ray Tune does not know.
 
         The process may have died between a checkpoint and its report, or Ray Tune may have restored an older state.
-
-        Returns:
-            Whether there was one.
         """
         # Later ones will be made again.
         self._waiting = []
-        if not self._saves or self._is_adopted or self._logged is not None:
-            return False
-        missed = self._missed(step)
-        for report, checkpoint in missed:
-            self._report(report, checkpoint)
-        return bool(missed)
+        if self._saves and not self._is_adopted and self._logged is None:
+            for report, checkpoint in self._missed(step):
+                self._report(report, checkpoint)
 
     def _missed(self, step: int) -> list[tuple[dict[str, Any], str]]:
         """Return the reports, with their checkpoints, after the last one that Ray Tune knows, up to a step."""
@@ -202,16 +193,16 @@ class TuneReporter:
         try:
             if not checkpoint:
                 call_ray(tune, "report", report)
-                return
-            self._reported_checkpoint = checkpoint
-            with tempfile.TemporaryDirectory(prefix="headway-pointer-") as folder:
-                write_pointer(
-                    Pointer(run_dir=self.folder.place, checkpoint=checkpoint, reported_step=report["step"]), folder
-                )
-                call_ray(tune, "report", report, checkpoint=tune.Checkpoint.from_directory(folder))
+            else:
+                self._reported_checkpoint = checkpoint
+                pointer = Pointer(run_dir=self.folder.place, checkpoint=checkpoint, reported_step=report["step"])
+                with tempfile.TemporaryDirectory(prefix="headway-pointer-") as folder:
+                    write_pointer(pointer, folder)
+                    call_ray(tune, "report", report, checkpoint=tune.Checkpoint.from_directory(folder))
         except SystemExit:
             # Raised by Ray Tune inside the report to end or pause the trial.
             self.has_ended = True
+        self.after_report()
 
 
 class ReportEvaluations(Callback):
@@ -224,26 +215,30 @@ class ReportEvaluations(Callback):
     def __init__(self, reporter: TuneReporter) -> None:
         self._reporter = reporter
 
+    def on_setup_start(self, trainer: Trainer[Any]) -> None:
+        """Follow Ray Tune's decisions from now on."""
+        self._reporter.after_report = partial(self._follow, trainer)
+
     def on_restored(self, trainer: Trainer[Any]) -> None:
         """Report what Ray Tune does not know of the restored run."""
-        if self._reporter.restored(trainer.global_step):
-            self._follow(trainer)
+        self._reporter.restored(trainer.global_step)
 
     def on_log(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
         """Hand over the metrics of the training."""
-        if self._reporter.logged(trainer.global_step, metrics):
-            self._follow(trainer)
+        self._reporter.logged(trainer.global_step, metrics)
 
     def on_evaluation_end(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
         """Hand over the evaluation."""
         # The loop increases its counter after the callbacks.
-        if self._reporter.evaluated(trainer.global_step, metrics, trainer.progress.evaluations + 1):
-            self._follow(trainer)
+        self._reporter.evaluated(trainer.global_step, metrics, trainer.progress.evaluations + 1)
 
     def on_checkpoint_saved(self, trainer: Trainer[Any], checkpoint: Any) -> None:
         """Hand over the checkpoint."""
-        if self._reporter.saved(checkpoint.step, str(checkpoint.path)):
-            self._follow(trainer)
+        self._reporter.saved(checkpoint.step, str(checkpoint.path))
+
+    def on_fit_end(self, trainer: Trainer[Any], error: BaseException | None) -> None:
+        """Follow no further decisions."""
+        self._reporter.after_report = lambda: None
 
     def _follow(self, trainer: Trainer[Any]) -> None:
         if self._reporter.has_ended:

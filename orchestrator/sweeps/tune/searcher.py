@@ -7,7 +7,7 @@ import copy
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -95,16 +95,11 @@ class TuneSearcher:
         self._save()
         return {**self._search.fixed, **{path: self._decode(path, value) for path, value in suggested.items()}}
 
-    def report(self, index: int, result: Mapping[str, Any]) -> None:
-        """Forward an evaluation of a trial."""
-        if index in self._ids and index not in self._told:
-            self._searcher.on_trial_result(self._ids[index], dict(result))
-
-    def pause(self, index: int, *, is_paused: bool) -> None:
-        """Forward that a trial is paused or continues, to a searcher that has the methods for it, as `TuneBOHB`."""
-        forward = getattr(self._searcher, "on_pause" if is_paused else "on_unpause", None)
-        if forward is not None and index in self._ids and index not in self._told:
-            forward(self._ids[index])
+    def forward(self, event: str, index: int, *args: Any) -> None:
+        """Forward "on_trial_result", "on_pause" or "on_unpause" of a trial. Only `TuneBOHB` has the last two."""
+        method = getattr(self._searcher, event, None)
+        if method is not None and index in self._ids and index not in self._told:
+            method(self._ids[index], *args)
 
     def _set_space(self) -> None:
         if (optuna := sys.modules.get("optuna")) is not None:

@@ -1,7 +1,8 @@
-"""Environment variables that Ray reads when it is imported. Imports nothing, so that it can run first."""
+"""Environment variables that Ray reads when it is imported. Does not import Ray, so that it can run first."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -52,3 +53,15 @@ def temporary_env(values: Mapping[str, str], *, unless_set: bool = False) -> Ite
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def log_errors_only(name: str) -> Iterator[None]:
+    """Let a logger log only errors in this context."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

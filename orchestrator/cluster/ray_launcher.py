@@ -6,12 +6,13 @@ import contextlib
 import copy
 import io
 import json
-import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from .ray_env import log_errors_only
 
 _V2 = "RAY_enable_autoscaler_v2"
 UP_V2 = "RAY_UP_enable_autoscaler_v2"
@@ -75,14 +76,12 @@ def prepare(config: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
     """Hide what Ray prints and logs about the defaults that it fills in."""
-    logger = logging.getLogger("ray.autoscaler._private.util")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logger.setLevel(level)
+    with (
+        log_errors_only("ray.autoscaler._private.util"),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
+        yield
 
 
 def autoscaler_version(config: Mapping[str, Any]) -> int:

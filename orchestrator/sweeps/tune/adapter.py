@@ -5,7 +5,6 @@ Runs in a thread of the driver. All state is in the journal and the runs; Ray Tu
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from ray import tune
 from ray.tune.progress_reporter import TrialProgressCallback
 from ray.tune.search import Searcher
 
-from ...cluster.ray_env import temporary_env
+from ...cluster.ray_env import log_errors_only, temporary_env
 from ...errors import StorageError
 from ...runs.resume import ResumeOptions
 from ...storage.folder import Folder
@@ -58,7 +57,8 @@ def tune_trials(driver: SweepDriver) -> None:
     with (
         temporary_env(_QUIET, unless_set=True),
         temporary_env({_CALLBACKS: _with_no_progress_output(os.environ.get(_CALLBACKS))}),
-        _log_errors_only(logging.getLogger("ray.tune")),
+        # Ray Tune warns about loggers that are disabled.
+        log_errors_only("ray.tune"),
         _tune_storage(sweep.folder, are_shared=search.pauses) as (place, filesystem),
     ):
         tuner = tune.Tuner(
@@ -106,17 +106,6 @@ def _tune_storage(folder: Folder, *, are_shared: bool) -> Iterator[tuple[str, Fi
     finally:
         with suppress(StorageError):
             folder.remove_folder(_TUNE_FOLDER)
-
-
-@contextmanager
-def _log_errors_only(logger: logging.Logger) -> Iterator[None]:
-    """Log only errors in this context: Ray Tune warns about loggers that are disabled."""
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 class JournalSearcher(NotPickled, Searcher):  # type: ignore[misc]

@@ -18,8 +18,7 @@ from headway.trainer.loop import messages
 
 from ..config.experiment import Experiment
 from ..display.tables import format_table
-from .objectives import ranked
-from .record import TrialResult
+from .record import TrialResult, ranked
 from .result import SweepResult, labels
 from .search import Search
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .objectives import ranked
-from .record import TrialResult
+from .record import TrialResult, ranked
 from .search import Search
 
 

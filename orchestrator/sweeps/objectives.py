@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from headway.trainer.checkpoints.retention import Mode
 from headway.trainer.errors import ConfigError
-
-if TYPE_CHECKING:
-    from .record import TrialResult
 
 T = TypeVar("T")
 
@@ -60,22 +56,6 @@ class Constraint:
 def is_feasible(metrics: Mapping[str, float], constraints: Sequence[str]) -> bool:
     """Return whether metrics meet all constraints; a missing metric meets none."""
     return all(Constraint.parse(each).violation(metrics) <= 0 for each in constraints)
-
-
-def ranked(trials: Iterable[TrialResult], mode: Mode, constraints: Sequence[str] = ()) -> list[TrialResult]:
-    """Return the trials that have a finite metric, did not fail and meet the constraints, best first.
-
-    Args:
-        trials: trials of a sweep; of equal ones, the first is better.
-        mode: "min" if lower is better.
-        constraints: limits on the last values of metrics.
-    """
-    judged = [
-        (each.metric if mode == "min" else -each.metric, each)
-        for each in trials
-        if each.metric is not None and each.status != "failed" and is_feasible(each.metrics, constraints)
-    ]
-    return [each for _, each in sorted(judged, key=itemgetter(0))]
 
 
 def objective_values(metrics: Mapping[str, float], objectives: Mapping[str, Mode]) -> list[float] | None:

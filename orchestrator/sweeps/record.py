@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from headway.trainer.errors import ConfigError
@@ -22,8 +23,10 @@ from ..runs.requests import read_stop_request
 from ..runs.run import SWEEP_RECORD, BaseRecord, RecordedFolder, Run, list_folders
 from ..storage.events import Event, EventWriter, read_events
 from ..storage.folder import Folder
+from .objectives import is_feasible
 
 if TYPE_CHECKING:
+    from headway.trainer.checkpoints.retention import Mode
     from headway.trainer.config import TrainerConfig
 
     from .optuna_search import PastTrial
@@ -222,6 +225,22 @@ class Sweep(RecordedFolder[SweepRecord]):
             # It was aborted, and its process may still exist.
             return replace(trial, status="interrupted")
         return trial
+
+
+def ranked(trials: Iterable[TrialResult], mode: Mode, constraints: Sequence[str] = ()) -> list[TrialResult]:
+    """Return the trials that have a finite metric, did not fail and meet the constraints, best first.
+
+    Args:
+        trials: trials of a sweep; of equal ones, the first is better.
+        mode: "min" if lower is better.
+        constraints: limits on the last values of metrics.
+    """
+    judged = [
+        (each.metric if mode == "min" else -each.metric, each)
+        for each in trials
+        if each.metric is not None and each.status != "failed" and is_feasible(each.metrics, constraints)
+    ]
+    return [each for _, each in sorted(judged, key=itemgetter(0))]
 
 
 def list_sweeps(storage: str, *, but: Collection[str] = ()) -> list[Sweep]:

@@ -12,8 +12,8 @@ from headway.trainer.checkpoints.retention import Mode
 from headway.trainer.result import Table
 
 from ..storage.folder import absolute
-from .objectives import Constraint, objective_values, pareto, ranked
-from .record import Sweep, TrialResult
+from .objectives import Constraint, objective_values, pareto
+from .record import Sweep, TrialResult, ranked
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from headway.trainer.checkpoints.scan import scan
 from headway.trainer.checkpoints.storage import open_storage
 
 from ..storage.folder import join
-from .objectives import ranked
-from .record import TrialResult
+from .record import TrialResult, ranked
 
 _DONE = ("completed", "stopped", "time_limit")
 

@@ -14,7 +14,16 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
-from headway.trainer import CheckpointConfig, ConfigError, Session, StepError, Trainer, TrainerConfig, World
+from headway.trainer import (
+    CheckpointConfig,
+    ConfigError,
+    ParallelConfig,
+    Session,
+    StepError,
+    Trainer,
+    TrainerConfig,
+    World,
+)
 from headway.trainer.callbacks import EarlyStopping
 from tests.distributed import run_on_ranks
 from tests.tiny import Rows, TinyConfig, TinyTrainer, weights
@@ -279,6 +288,75 @@ def test_what_is_unfrozen_during_the_run_is_equal_on_all_ranks(dropout: float) -
     assert not torch.equal(first["model.blocks.0.0.weight"], before)
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
+
+
+class DrawsAgain(TinyTrainer):
+    def on_step_end(self) -> None:
+        if self.global_step == 2:
+            with torch.no_grad():
+                nn.init.normal_(self.model.last.weight)
+
+
+class CreatesInForward(TinyTrainer):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not hasattr(self, "second"):
+                self.second = nn.Linear(3, 3)
+            return self.second(self.first(x))
+
+    def configure_models(self) -> None:
+        self.model = self.Model()
+
+
+class OwnTeacher(TinyTrainer):
+    def __init__(self, *args: Any, world: World, **kwargs: Any) -> None:
+        super().__init__(*args, world=world, **kwargs)
+        torch.manual_seed(world.rank)
+        self.teacher = nn.Linear(6, 3).requires_grad_(False)
+
+
+DIFFERING = {DrawsAgain: "model.last.weight", CreatesInForward: "model.second.weight", OwnTeacher: "teacher.weight"}
+
+
+def _differs(world: World) -> list[str]:
+    messages = []
+    for cls in DIFFERING:
+        trainer = cls(TinyConfig(max_steps=4, global_batch_size=8), world=world)
+        with pytest.raises(StepError) as raised:
+            trainer.fit()
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_parameters_that_ranks_draw_differently_are_refused() -> None:
+    for messages in run_on_ranks(_differs, 2):
+        for message, name in zip(messages, DIFFERING.values(), strict=True):
+            assert message.startswith(name)
+            assert "differ between the ranks, since code outside of the optimizers has changed or created" in message
+
+
+class DrawsInConfigureOptimizers(TinyTrainer):
+    def configure_optimizers(self) -> None:
+        with torch.no_grad():
+            nn.init.normal_(self.model.first.weight)
+        super().configure_optimizers()
+
+
+def _draws(world: World, strategy: Any) -> dict[str, torch.Tensor]:
+    config = TinyConfig(max_steps=1, global_batch_size=8, parallel=ParallelConfig(strategy=strategy))
+    trainer = DrawsInConfigureOptimizers(config, world=world)
+    trainer.setup()
+    return weights(trainer)
+
+
+def test_weights_that_configure_optimizers_draws_do_not_depend_on_sharding() -> None:
+    alone = _draws(ALONE, "none")
+    for sharded in run_on_ranks(_draws, 2, "fsdp"):
+        assert all(torch.equal(sharded[name], value) for name, value in alone.items())
 
 
 # ---- Arguments and attributes --------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from ..setup.models import make_models, parallelize_models, rejoin_process_group
 from ..setup.optimizers import make_optimizers
 from ..setup.program import Program
 from ..setup.rank_consistency import check_agreement
-from ..setup.trainable import TrainableCheck
+from ..setup.trainable import ReplicaCheck, TrainableCheck
 from ..setup.unsaved_state import UnsavedState
 from ..setup.versions import check_same_versions
 from ..step.lr_stepping import LrStepping
@@ -281,11 +281,12 @@ class Engine:
             ctx, program, numerics, self.requests, self.data, self.validation, metrics=metrics, length=self._length
         )
         self._loop.compile_cache = compile_cache
-        self._loop.check_trainable = TrainableCheck(program, ctx)
-        self._loop.check_trainable()
+        check_trainable, check_replicas = TrainableCheck(program, ctx), ReplicaCheck(ctx)
+        self._loop.check_trainable = partial(_call_all, (check_trainable, check_replicas))
+        check_trainable()
         if self.world.is_main:
             warn_of_metrics_never_reset(program, self.callbacks)
-        self._loop.saver.check_unsaved = UnsavedState(program, ctx)
+        self._loop.saver.check_unsaved = partial(_call_all, (UnsavedState(program, ctx), check_replicas))
         trackers = self._given_trackers
         if trackers is None:
             trackers = _as_list(program.configure_trackers(), "configure_trackers()")
@@ -464,6 +465,11 @@ class Engine:
             "none": "a resumed run continues with the batches that the data yields then",
         }
         self.print(f"the training data guarantees {self.data.guarantee!r}, not 'exact': {effect[self.data.guarantee]}")
+
+
+def _call_all(functions: Iterable[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
 
 
 def _as_list(given: Any, source: str) -> list[Any]:

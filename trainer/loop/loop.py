@@ -68,7 +68,7 @@ class Loop:
         needs_restore: True after an exception mid-update: model state is undefined until a checkpoint is restored.
         began_s: start of the run, including setup, by `time.perf_counter`.
         compile_cache: saves what the first updates have compiled; None if it is not kept.
-        check_trainable: called at the start of each epoch and evaluation, since hooks may change models.
+        check_trainable: called at the start of each epoch and evaluation and at the end, since hooks may change models.
     """
 
     def __init__(
@@ -217,6 +217,7 @@ class Loop:
             # Before these weights are evaluated, saved or exported.
             self.optimizer_step.check_pending_norms()
             self._assigned_data.check()
+            self.check_trainable()
             self.needs_restore = False
             reason = self.end_reason() or "loop() has returned"
             self._evaluate_and_save_last()

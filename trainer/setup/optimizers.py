@@ -17,6 +17,7 @@ from ..private_torch import inner_schedulers
 from ..step.evaluation_weights import set_training_mode
 from .program import Program, collect, public_attributes
 from .scheduler_checks import check_schedulers, check_schedulers_of_other_classes
+from .weight_init import shard_invariant_random
 
 
 def make_optimizers(program: Program, ctx: RunContext, *, evaluates: bool, total_steps: int | None) -> None:
@@ -32,7 +33,9 @@ def make_optimizers(program: Program, ctx: RunContext, *, evaluates: bool, total
         ConfigError: there is no optimizer, one has a parameter of no model, needs a closure or has an inner one that
             no checkpoint would contain, or scheduler settings are invalid.
     """
-    returned = program.configure_optimizers()
+    # Weights that it draws, under FSDP2, too.
+    with shard_invariant_random():
+        returned = program.configure_optimizers()
     collect(program, returned, "configure_optimizers", {"optimizer": Optimizer, "scheduler": LRScheduler})
     ctx.optimizers.clear()
     ctx.optimizers.update(public_attributes(program, Optimizer))

@@ -6,11 +6,13 @@ import warnings
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..distributed.dtensor import unwrap
 from ..errors import ConfigError, StepError
 from ..loop.context import RunContext
+from ..step.first_update import differing_on_ranks
 from .program import Program
 
 
@@ -71,6 +73,41 @@ class TrainableCheck:
                 f"{name}.{first}{more} can be trained, but no optimizer has it: pass it to one in "
                 "configure_optimizers(), or freeze it, by config.freeze or requires_grad_(False)",
                 stacklevel=2,
+            )
+
+
+class ReplicaCheck:
+    """Finds parameters that are no longer equal on all ranks, because other code than an optimizer has changed them.
+
+    Args:
+        ctx: of the run, with models.
+    """
+
+    def __init__(self, ctx: RunContext) -> None:
+        self._ctx = ctx
+
+    def __call__(self) -> None:
+        """Compare the parameters that every rank has whole. Every rank must call this; waits for the device.
+
+        Raises:
+            StepError: some differ.
+        """
+        ctx = self._ctx
+        whole = {
+            parameter
+            for model in ctx.models.values()
+            for parameter in model.parameters()
+            if not isinstance(parameter, DTensor)
+            and (parameter.is_floating_point() or parameter.is_complex())
+            and parameter.itemsize > 1  # torch has no norm for float8
+        }
+        if names := differing_on_ranks(ctx.models, whole, ctx.mesh.loss):
+            raise StepError(
+                f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''} differ between the ranks, since code "
+                "outside of the optimizers has changed or created them, such as by random numbers, which each rank "
+                "draws differently: create parameters in configure_models(), and after other changes call "
+                "torch.distributed.broadcast(parameter.data, src=0) on every rank, or draw by a torch.Generator with "
+                "the same seed on all"
             )
 
 

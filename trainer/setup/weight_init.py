@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def initialize_weights(
         _fill_nan(tensor)
     versions = {name: version_of(tensor) for name, tensor in tensors.items()}
     try:
-        with torch.no_grad(), _ShardInvariantRandom():  # type: ignore[no-untyped-call]
+        with torch.no_grad(), shard_invariant_random():
             init_weights()
     except RuntimeError as error:
         if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
@@ -77,6 +78,11 @@ def versions_of(models: Mapping[str, nn.Module]) -> dict[str, int | None]:
     """Return the number of changes of each tensor in place."""
     with torch.no_grad():
         return {name: version_of(to_local(tensor)) for name, tensor in named_tensors(models)}
+
+
+def shard_invariant_random() -> AbstractContextManager[object]:
+    """Return a context in which random numbers for sharded tensors are those of whole ones."""
+    return _ShardInvariantRandom()  # type: ignore[no-untyped-call]
 
 
 class UnsetTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -162,8 +168,8 @@ class _ShardInvariantRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reads = func.overloadpacket in self._READ
         if not reads and func.overloadpacket not in self._FILL:
             raise ConfigError(
-                f"init_weights or a reset_parameters calls {func} on a sharded weight, which would draw different "
-                f"numbers for every number of ranks: {_DRAW_PLAIN}"
+                f"init_weights, reset_parameters or configure_optimizers calls {func} on a sharded weight, which would "
+                f"draw different numbers for every number of ranks: {_DRAW_PLAIN}"
             )
         whole_args = [_unsharded(each, reads) for each in args]
         full = func(*whole_args, **{name: _unsharded(each, reads) for name, each in kwargs.items()})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -162,14 +162,7 @@ def check_equal_on_ranks(
     Raises:
         StepError: they differ.
     """
-    named = [(name, parameter) for name, parameter in named_parameters(models) if parameter in replicated]
-    if world.size == 1 or not named:
-        return
-    norms = torch.stack([norm.float() for norm in foreach_norm([parameter.detach() for _, parameter in named])])
-    of_ranks = world.all_gather(norms).view(world.size, -1)
-    largest = of_ranks.amax(0)
-    differ = (largest - of_ranks.amin(0) > 1e-4 * largest).tolist()
-    if names := [name for (name, _), differs in zip(named, differ, strict=True) if differs]:
+    if names := differing_on_ranks(models, replicated, world):
         if has_stepped:
             raise StepError(
                 f"{_list(names)} differ between the ranks after the first optimizer of this step: its loss reached "
@@ -181,6 +174,30 @@ def check_equal_on_ranks(
             "initialize them from data, call the model once with a batch in configure_models(); or call "
             f"torch.distributed.broadcast(parameter.data, src=0) after the change, on every rank{hook_advice(models)}"
         )
+
+
+def differing_on_ranks(models: Mapping[str, nn.Module], replicated: Container[nn.Parameter], world: World) -> list[str]:
+    """Return the names of replicated parameters whose norms or sums differ. Every rank must call this."""
+    named = [(name, parameter.detach()) for name, parameter in named_parameters(models) if parameter in replicated]
+    if world.size == 1:
+        return []
+    found: dict[str, tuple[float, float]] = {}
+    if named:
+        norms = torch.stack([norm.float() for norm in foreach_norm([value for _, value in named])])
+        # Numbers drawn from one distribution have almost equal norms where there are many, and other sums.
+        sums = [(value.real if value.is_complex() else value).sum(dtype=torch.float32) for _, value in named]
+        numbers = torch.stack([norms, torch.stack(sums)], dim=1).tolist()
+        found = {name: (norm, total) for (name, _), (norm, total) in zip(named, numbers, strict=True)}
+    of_ranks = world.all_gather_object(found)
+    differing = []
+    for name in {name: None for rank in of_ranks for name in rank}:
+        values = [rank.get(name) for rank in of_ranks]
+        present = [each for each in values if each is not None]
+        largest = max(norm for norm, _ in present)
+        norm_spread, sum_spread = (max(each) - min(each) for each in zip(*present, strict=True))
+        if None in values or norm_spread > 1e-4 * largest or sum_spread > 1e-2 * largest:
+            differing.append(name)
+    return differing
 
 
 def report_shared(models: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]) -> None:

@@ -1,4 +1,4 @@
-"""What is installed: every folder is in the wheel, the wheel works by itself, and nobody's name is taken."""
+"""What is installed: every folder is in the wheel, the wheel works by itself, and no other package's name is taken."""
 
 from __future__ import annotations
 

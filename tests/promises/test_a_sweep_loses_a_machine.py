@@ -32,7 +32,7 @@ from tests.tiny import TinyConfig, TinyTrainer
 
 class Slow(TinyTrainer):
     def training_step(self, batch, batch_idx):
-        # Nobody ends before the machine is gone.
+        # No trial ends before the machine is lost.
         while self.training and self.global_step == 30 and not Path(self.run_dir).with_name("go-on").exists():
             time.sleep(0.05)
         return super().training_step(batch, batch_idx)

@@ -29,7 +29,7 @@ from tests.tiny import TinyConfig, TinyTrainer
 
 class Slow(TinyTrainer):
     def training_step(self, batch, batch_idx):
-        # Nobody ends before another one trains as well.
+        # No trial ends before another one trains, too.
         while self.training and not Path(self.run_dir).with_name("go-on").exists():
             time.sleep(0.05)
         return super().training_step(batch, batch_idx)

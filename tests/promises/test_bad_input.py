@@ -135,7 +135,7 @@ def test_a_step_that_nothing_can_be_learned_from_changes_nothing(tmp_path: Path,
 
 
 @pytest.mark.parametrize("resume", ["auto", "never"])
-@pytest.mark.parametrize("where", ["a file", "below a file", "no such device", "not permitted", "nobody knows"])
+@pytest.mark.parametrize("where", ["a file", "below a file", "no such device", "not permitted", "unknown protocol"])
 @pytest.mark.filterwarnings("ignore:JsonlTracker")
 def test_a_run_directory_that_cannot_be_written_is_refused_before_the_first_step(
     tmp_path: Path, where: str, resume: Any
@@ -152,7 +152,7 @@ def test_a_run_directory_that_cannot_be_written_is_refused_before_the_first_step
         "below a file": tmp_path / "file" / "run",
         "no such device": Path("/proc/no/run"),
         "not permitted": closed / "run",
-        "nobody knows": "teleport://bucket/run",
+        "unknown protocol": "teleport://bucket/run",
     }[where]
     steps = Steps()
     with pytest.raises((CheckpointError, ConfigError)) as raised:

@@ -311,7 +311,7 @@ class CallbackList:
             )
         if new := sorted(key for key in self.state_dict() if key not in state_dict):
             warnings.warn(
-                f"the checkpoint has no state of {', '.join(new)}: added, renamed or moved callbacks begin anew",
+                f"the checkpoint has no state of {', '.join(new)}: added, renamed or moved callbacks start without one",
                 stacklevel=2,
             )
         for key, callback in self._by_key.items():

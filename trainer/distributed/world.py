@@ -174,7 +174,7 @@ class World:
         return replace(self, rendezvous=None, control=_new_group(timeout_s)) if self.size > 1 else self
 
     def subset(self, groups: Sequence[Sequence[int]], *, timeout_s: float = TIMEOUT_S) -> World:
-        """Return the group of ranks that has this one; ranks in it are numbered anew. Every rank must call this.
+        """Return the group of ranks that has this one; its ranks are numbered from 0. Every rank must call this.
 
         Args:
             groups: all groups, equal on every rank: each rank is in one of them.

@@ -151,7 +151,7 @@ class TuneSearcher:
         if self._can_save:
             return None
         if type(self._searcher).add_evaluated_point is not Searcher.add_evaluated_point:
-            return f"{self._kind} cannot save its state: if the driver is killed, it will learn the results anew"
+            return f"{self._kind} cannot save its state: if the driver is killed, it will learn all results again"
         return (
             f"{self._kind} can neither save its state nor learn earlier results: if the driver is killed, no trial is "
             "lost, but later suggestions will ignore the earlier trials"

@@ -195,7 +195,7 @@ def test_the_time_for_which_a_machine_slept_is_no_time_of_the_run(first_marked: 
     script = Script()
     script.start(3.0)
     script.come_up(waits_s=0.0, imports_s=2.0, spare=False, at_step=0)
-    # Of the time before there is a mark nobody knows but that the trainer was made when it trained.
+    # Before the first mark, all that is known is that the trainer was made before it trained.
     setting_up_s = 0.0 if first_marked else script.seconds["setting up"]
     if first_marked:
         script.train(3, saves=True, first_s=4.0)

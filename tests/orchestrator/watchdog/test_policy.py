@@ -44,7 +44,7 @@ def at(rank: int, phase: Any, for_s: float, **known: Any) -> Rank:
         pytest.param([at(0, "forward", 31, silent_s=31)], AUTO, (0,), True, id="stopped, alone: ended"),
         pytest.param(
             [at(0, "backward", 99, silent_s=99), at(1, "forward", 99, silent_s=99)], AUTO, None, False,
-            id="nobody is heard: the storage is away",
+            id="no heartbeat arrives: the storage is unavailable",
         ),
         pytest.param(
             [at(0, "backward", 31), at(1, "reading data", 31)], AUTO, (1,), False, id="data do not come: named"
@@ -53,7 +53,7 @@ def at(rank: int, phase: Any, for_s: float, **known: Any) -> Rank:
         pytest.param([at(0, "backward", 11), at(1, "reading data", 11)], TEN_SECONDS, (1,), True, id="as asked for"),
         pytest.param(
             [at(0, "backward", 301), at(1, "backward", 301), at(2, "backward", 302)], AUTO, (0, 1, 2), True,
-            id="all wait, and nobody knows for whom",
+            id="all wait, for an unknown rank",
         ),
         pytest.param(
             [at(0, "reading data", 400), at(1, "optimizer", 400, updates=11, step=11)], AUTO, (1,), True,

@@ -186,7 +186,9 @@ def test_states_find_their_callback_by_class_and_place() -> None:
     states = CallbackList([Recorder("a"), Broken(), Recorder("b"), Recorder()]).state_dict()
     assert states == {"Recorder/0": {"name": "a"}, "Recorder/1": {"name": "b"}}
     restored = [Recorder(), Recorder(), Recorder("fresh")]
-    with pytest.warns(UserWarning, match="has no state of Recorder/2: added, renamed or moved callbacks begin anew"):
+    with pytest.warns(
+        UserWarning, match="has no state of Recorder/2: added, renamed or moved callbacks start without one"
+    ):
         CallbackList(restored).load_state_dict(states)
     assert [callback.name for callback in restored] == ["a", "b", "fresh"]
 

@@ -79,7 +79,7 @@ def test_on_ranks_a_request_holds_one_update_later_on_all() -> None:
 def _agree_after_an_error(world: World) -> list[Agreed]:
     requests = Requests(world)
     requests.stop("of the run that failed", "interrupted")
-    requests.agree()  # begins to ask, and nobody reads the answer
+    requests.agree()  # begins to ask, and no rank reads the answer
     requests.clear()
     agreed = [requests.agree() for _ in range(3)]
     requests.close()

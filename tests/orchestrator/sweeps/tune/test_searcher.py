@@ -125,7 +125,7 @@ def test_what_a_killed_driver_would_lose_is_said_before_the_sweep_starts(
         lines.append(searcher_of(Search(space=SPACE, algorithm=made), tmp_path / str(number)).note or "")
     assert lines[0] == ""
     assert "A new study created" not in capfd.readouterr().err
-    assert "Remembering cannot save its state: if the driver is killed, it will learn the results anew" in lines[1]
+    assert "Remembering cannot save its state: if the driver is killed, it will learn all results again" in lines[1]
     assert "Forgetful can neither save its state nor learn earlier results" in lines[2]
 
 

@@ -463,11 +463,19 @@ def in_same_memory(models: Mapping[str, nn.Module]) -> tuple[str, str] | None:
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors in the same storage have an element in common."""
+    if one.dtype == other.dtype and (_end(one) <= other.storage_offset() or _end(other) <= one.storage_offset()):
+        return False  # as the slices of one flat tensor, of which there may be many
     is_in_one = torch.zeros(one.untyped_storage().nbytes() // one.itemsize, dtype=torch.bool, device="cpu")
     is_in_one.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
     return one.dtype != other.dtype or bool(
         is_in_one.as_strided(other.shape, other.stride(), other.storage_offset()).any()
     )
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """Return where a tensor ends in its storage, in elements."""
+    spans = zip(tensor.shape, tensor.stride(), strict=True)
+    return int(tensor.storage_offset()) + 1 + sum((size - 1) * stride for size, stride in spans)
 
 
 def named_tensors(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -286,7 +286,7 @@ class Engine:
         check_trainable()
         if self.world.is_main:
             warn_of_metrics_never_reset(program, self.callbacks)
-        self._loop.saver.check_unsaved = partial(_call_all, (UnsavedState(program, ctx), check_replicas))
+        self._loop.saver.check_unsaved = UnsavedState(program, ctx)
         trackers = self._given_trackers
         if trackers is None:
             trackers = _as_list(program.configure_trackers(), "configure_trackers()")

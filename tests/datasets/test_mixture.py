@@ -374,8 +374,11 @@ def test_a_row_group_in_which_an_epoch_ends_is_read_once_for_both_epochs(sources
 
 @pytest.mark.parametrize(
     ("group", "limited", "held"),
-    [(8, "", 8), (64, "read again", 4), (64, "on disk", 4)],
-    ids=["whole", "parts", "disk"],
+    [
+        pytest.param(8, "", 8, id="whole"),
+        pytest.param(64, "read again", 4, id="parts", marks=pytest.mark.extended),
+        pytest.param(64, "on disk", 4, id="disk"),
+    ],
 )
 def test_100_sources_hold_few_rows_of_each_for_each_shard_and_no_open_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: int, limited: str, held: int

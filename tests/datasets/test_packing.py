@@ -116,7 +116,7 @@ def unchanged(rows: Rows) -> Rows:
     return rows
 
 
-@pytest.mark.parametrize("lengths", [(37, 37), (37, 40)])
+@pytest.mark.parametrize("lengths", [(37, 37), pytest.param((37, 40), marks=pytest.mark.extended)])
 def test_columns_that_batches_derive_are_those_that_transforms_get(
     tmp_path: Path, engine: str, lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,8 +374,8 @@ def simulation(tmp_path: Path) -> Simulation:
     return Simulation(tmp_path)
 
 
-def test_20_schedules_of_kills_and_resizes_learn_each_span_once(simulation: Simulation) -> None:
-    for seed in range(20):
+def test_10_schedules_of_kills_and_resizes_learn_each_span_once(simulation: Simulation) -> None:
+    for seed in range(10):
         simulation.run(seed)
 
 

@@ -315,7 +315,7 @@ def test_closing_leaves_no_execution_in_ray_data(
     import ray
 
     def slowly(rows: Any) -> Any:
-        time.sleep(0.3)
+        time.sleep(0.03)
         return rows
 
     cancelled: list[Any] = []

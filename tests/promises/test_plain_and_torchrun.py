@@ -127,7 +127,7 @@ else:
     [
         pytest.param("ddp", "", "fitted again after 12", marks=pytest.mark.extended),
         ("fsdp", "outlives", "fitted again after 12"),
-        ("fsdp", "", "Pass the trainer a world that outlives fit"),
+        pytest.param("fsdp", "", "Pass the trainer a world that outlives fit", marks=pytest.mark.extended),
     ],
 )
 def test_a_trainer_is_of_use_after_fit(folder: Path, strategy: str, outlives: str, says: str) -> None:

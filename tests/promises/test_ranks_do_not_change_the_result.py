@@ -104,7 +104,7 @@ def test_ranks_and_strategies(reference: dict[str, Any], strategy: str, world_si
         {"activation_checkpointing": "full"},
         {"reshard_after_forward": False},
         {"activation_checkpointing": "selective", "cpu_offload": True},
-        {"compile": True, "activation_checkpointing": "full"},
+        pytest.param({"compile": True, "activation_checkpointing": "full"}, marks=pytest.mark.extended),
     ],
     ids=str,
 )

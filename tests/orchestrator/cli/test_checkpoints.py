@@ -208,6 +208,7 @@ class Meanwhile(Callback):
             self.told.append(done.stdout)
 
 
+@pytest.mark.extended
 def test_they_work_without_ray_while_the_run_is_training(tmp_path: Path) -> None:
     meanwhile = Meanwhile(tmp_path)
     train(tmp_path / "one", meanwhile, keep_last=1, keep_best=0, background=False)

@@ -168,6 +168,7 @@ def test_an_exception_in_a_step_is_raised_with_the_traceback_of_its_rank(
 
 
 @pytest.mark.ray
+@pytest.mark.extended
 def test_a_step_that_exits_is_a_failed_run(ray_session: None, tmp_path: Path, data: str) -> None:
     """Whatever its exit code, an unfinished run must not pass as finished."""
     found = experiment(tmp_path, data, workers=2, exit_at=3)

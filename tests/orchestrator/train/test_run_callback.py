@@ -99,6 +99,7 @@ def test_the_events_say_that_a_micro_batch_was_halved(tmp_path: Path) -> None:
     assert "up to 8 samples in a forward pass: repeating the update with up to 4" in told["reason"]
 
 
+@pytest.mark.extended
 def test_a_stop_is_obeyed_with_a_checkpoint_and_at_once_without(tmp_path: Path) -> None:
     run = open_run(experiment(tmp_path)).run
     with training(run) as program:

@@ -171,6 +171,18 @@ class DiesAfterASave(TinyTrainer):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Results(tune.Callback):
+    """Collects what Ray Tune gets. Its files may lack a row: a restarted trial continues copies of them."""
+
+    def __init__(self) -> None:
+        self.all: list[dict[str, Any]] = []
+
+    def on_trial_result(
+        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
+    ) -> None:
+        self.all.append(result)
+
+
 @pytest.mark.ray
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_trial_that_dies_just_after_a_save_reports_its_evaluation_when_it_resumes(
@@ -178,21 +190,24 @@ def test_a_trial_that_dies_just_after_a_save_reports_its_evaluation_when_it_resu
 ) -> None:
     ours = experiment(tmp_path, log_every="4 steps", checkpoint=CheckpointConfig(every=None, keep_last="all"))
     ours = replace(ours, trainer=DiesAfterASave, scaling=Scaling(workers=workers))
+    reports = Results()
     results = tune.Tuner(
         trainable(ours, metric="validation/loss"),
         run_config=tune.RunConfig(
-            storage_path=str(tmp_path / "ray"), verbose=0, failure_config=tune.FailureConfig(max_failures=1)
+            storage_path=str(tmp_path / "ray"),
+            verbose=0,
+            failure_config=tune.FailureConfig(max_failures=1),
+            callbacks=[reports],
         ),
     ).fit()
     assert results.num_errors == 0
-    reports = results[0].metrics_dataframe
-    assert reports is not None
     (run,) = [Run(str(file.parent)) for file in Path(ours.run_dir).glob("*/run.json")]
     assert run.record.attempts == 2
-    assert list(zip(reports["step"], reports["evaluations"], strict=True)) == [(4, 1), (8, 2), (12, 3)]
-    assert reports["validation/loss"].to_list() == list(metric_by_step(run.folder, "validation/loss").values())
+    assert [(each["step"], each["evaluations"]) for each in reports.all] == [(4, 1), (8, 2), (12, 3)]
+    losses = list(metric_by_step(run.folder, "validation/loss").values())
+    assert [each["validation/loss"] for each in reports.all] == losses
     if workers == 1:
-        assert reports["train/loss"].notna().all()
+        assert all("train/loss" in each for each in reports.all)
     paths = [checkpoint_path(checkpoint) for checkpoint, _ in results[0].best_checkpoints]
     assert [Path(path).name for path in paths] == ["step-00000004", "step-00000008", "step-00000012"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 
@@ -178,26 +179,25 @@ def check_equal_on_ranks(
 
 def differing_on_ranks(models: Mapping[str, nn.Module], replicated: Container[nn.Parameter], world: World) -> list[str]:
     """Return the names of replicated parameters whose norms or sums differ. Every rank must call this."""
-    named = [(name, parameter.detach()) for name, parameter in named_parameters(models) if parameter in replicated]
     if world.size == 1:
         return []
-    found: dict[str, tuple[float, float]] = {}
-    if named:
-        norms = torch.stack([norm.float() for norm in foreach_norm([value for _, value in named])])
-        # Numbers drawn from one distribution have almost equal norms where there are many, and other sums.
-        sums = [(value.real if value.is_complex() else value).sum(dtype=torch.float32) for _, value in named]
-        numbers = torch.stack([norms, torch.stack(sums)], dim=1).tolist()
-        found = {name: (norm, total) for (name, _), (norm, total) in zip(named, numbers, strict=True)}
-    of_ranks = world.all_gather_object(found)
-    differing = []
-    for name in {name: None for rank in of_ranks for name in rank}:
-        values = [rank.get(name) for rank in of_ranks]
-        present = [each for each in values if each is not None]
-        largest = max(norm for norm, _ in present)
-        norm_spread, sum_spread = (max(each) - min(each) for each in zip(*present, strict=True))
-        if None in values or norm_spread > 1e-4 * largest or sum_spread > 1e-2 * largest:
-            differing.append(name)
-    return differing
+    named = {name: parameter.detach() for name, parameter in named_parameters(models) if parameter in replicated}
+    # The names themselves, which may be many, are sent only if they differ.
+    if len(set(world.all_gather_object(zlib.crc32("\0".join(named).encode())))) > 1:
+        names_of_ranks = world.all_gather_object(list(named))
+        on_all = set.intersection(*map(set, names_of_ranks))
+        return list(dict.fromkeys(name for names in names_of_ranks for name in names if name not in on_all))
+    if not named:
+        return []
+    values = list(named.values())
+    norms = torch.stack([norm.float() for norm in foreach_norm(values)])
+    # Numbers drawn from one distribution have almost equal norms where there are many, and other sums.
+    sums = torch.stack([(each.real if each.is_complex() else each).sum(dtype=torch.float32) for each in values])
+    of_ranks = world.all_gather(torch.cat([norms, sums])).view(world.size, 2, -1)
+    norm_spread, sum_spread = of_ranks.amax(0) - of_ranks.amin(0)
+    largest = of_ranks[:, 0].amax(0)
+    differ = ((norm_spread > 1e-4 * largest) | (sum_spread > 1e-2 * largest)).tolist()
+    return [name for name, differs in zip(named, differ, strict=True) if differs]
 
 
 def report_shared(models: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]) -> None:

@@ -374,8 +374,8 @@ def simulation(tmp_path: Path) -> Simulation:
     return Simulation(tmp_path)
 
 
-def test_10_schedules_of_kills_and_resizes_learn_each_span_once(simulation: Simulation) -> None:
-    for seed in range(10):
+def test_20_schedules_of_kills_and_resizes_learn_each_span_once(simulation: Simulation) -> None:
+    for seed in range(20):
         simulation.run(seed)
 
 

@@ -12,7 +12,7 @@ SCHEDULES ?= 200
 # More workers than two cores, because tests mostly wait. After ten failures, of which each may have waited ten minutes, they
 # are printed and the others left out.
 WORKERS ?= 3
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --durations=20 --maxfail=10
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --durations=20 --maxfail=10
 
 # Tests of trainer/ that need a GPU, apart from those that import Ray.
 GPU_TESTS := tests/gpu $(addprefix tests/trainer/,callbacks/test_throughput.py metrics/test_means.py \
@@ -47,7 +47,9 @@ train: $(VENV)/installed $(DATA)/vocabulary.json
 test: $(VENV)/installed types
 	$(PYTEST) -m "not extended"
 
-# The tests that `make test` excludes; `.venv/bin/python -m pytest` runs both, in one process.
+# The tests that `make test` excludes; `.venv/bin/python -m pytest` runs both, in one process. One worker more, because half
+# of them wait for machines.
+test-all: WORKERS = 4
 test-all: $(VENV)/installed types
 	$(PYTEST) -m extended
 

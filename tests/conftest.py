@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,10 +46,20 @@ torch.set_num_threads(1)
 
 
 @functools.cache
-def kind(file: str) -> str:
-    """Return "shared Ray" or "own Ray", if a file has tests on such a Ray, else ""."""
+def kind_of(file: str) -> str:
+    """Return "shared Ray", if a file has tests on it, or "own Ray", if they start one, else ""."""
     text = (Path(__file__).parents[1] / file).read_text()
-    return "shared Ray" if "ray_session" in text else "own Ray" if "pytest.mark.ray" in text else ""
+    # Two groups, because these tests mostly wait, and most of those that wait for machines are promises.
+    own = "own Ray, promises" if file.startswith("tests/promises/") else "own Ray"
+    return "shared Ray" if "ray_session" in text else own if "pytest.mark.ray" in text else ""
+
+
+def group_of(nodeid: str) -> str:
+    """Return the kind of Ray that a test runs on, or its file, if it needs none."""
+    file, _, test = nodeid.partition("::")
+    # tests/datasets/conftest.py starts the shared Ray for a parameter.
+    on_ray = file.startswith("tests/datasets/") and re.search(r"[\[-]ray[\]-]", test)
+    return "shared Ray" if on_ray else kind_of(file) or file
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -55,26 +67,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     first = ("shared Ray", "own Ray", "tests/chaos/", "tests/promises/")
 
     def place(item: pytest.Item) -> int:
-        file = item.nodeid.partition("::")[0]
-        return next((number for number, name in enumerate(first) if (kind(file) or file).startswith(name)), len(first))
+        group = group_of(item.nodeid)
+        return next((number for number, name in enumerate(first) if group.startswith(name)), len(first))
 
     items.sort(key=place)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Assign whole files to each worker, and all tests of a kind on Ray to one: on two cores, a third Ray times out.
+    """Assign whole files to each worker, and all tests of a kind on Ray to one, so that few Rays start at once.
 
     With pytest 9.2 the marks of pytest-xdist 3.8 have no effect.
     """
     from xdist.scheduler import LoadScopeScheduling
 
-    class Files(LoadScopeScheduling):
+    class Groups(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return kind(file) or file
+            return group_of(nodeid)
 
-    return Files(config, log)
+    return Groups(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Stop the shared Ray after its last test: even idle, its processes take a tenth of a core."""
+    is_last = nextitem is not None and group_of(nextitem.nodeid) != "shared Ray"
+    if is_last and group_of(item.nodeid) == "shared Ray" and "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip an extended test that would begin too late for CI, which sets a time in seconds since 1970."""
+    last_start_s = float(os.environ.get("HEADWAY_TESTS_LAST_START", "inf"))
+    if time.time() > last_start_s and item.get_closest_marker("extended"):
+        pytest.skip("this machine is too slow to begin this test within the time of CI; `make test-all` runs it")
 
 
 @pytest.fixture(autouse=True)

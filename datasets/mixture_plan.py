@@ -281,6 +281,7 @@ class MixturePlan:
         # About which row of a shard takes row k of a source's shard.
         places = np.array([*layout.interleave.starts, max(int(end_rows.max()), layout.interleave.starts[-1] + 1)])
         expected = np.array([layout.interleave.expected(int(each)) for each in places])
+        starts, most = self._most_before_changes(range(first, last), begin_rows, begin)
         needs = [
             self._source_reads(
                 source,
@@ -290,6 +291,8 @@ class MixturePlan:
                 until[source],
                 places,
                 expected[:, source],
+                starts,
+                most[:, source],
                 parts[source] if parts else None,
             )
             for source in range(len(layout.lengths))
@@ -392,6 +395,8 @@ class MixturePlan:
         until: npt.NDArray[np.int64],
         places: npt.NDArray[np.int64],
         expected: npt.NDArray[np.float64],
+        starts: npt.NDArray[np.int64],
+        most: npt.NDArray[np.int64],
         part: int | None,
     ) -> Iterator[tuple[float, Read]]:
         """Yield (estimated row of need, read) of one source's shards, from row `begin` of each to row `until`."""
@@ -415,8 +420,37 @@ class MixturePlan:
                 reads = split_reads(reads, shards=shards, part=part, shift=part * source // len(self.layout.lengths))
             for read in reads:
                 need = (int(done.sum()) + read.slices[0].first_need) / shards
+                place = float(np.interp(need, expected, places))
+                # Where a weight becomes tiny or 0, this estimate is far too late for a row that a shard still takes
+                # before. The lower bound of its number never falls from one read to the next, which come in order.
+                least = int(done[first:last].min()) + min(each.first_need for each in read.slices) // shards
+                if (change := np.searchsorted(most, least - (part or 0), side="right")) < len(starts):
+                    place = min(place, float(starts[change]))
                 slices = tuple(each._replace(shard=source * shards + each.shard) for each in read.slices)
-                yield float(np.interp(need, expected, places)), Read(before + read.fragment, slices, read.order)
+                yield place, Read(before + read.fragment, slices, read.order)
+
+    def _most_before_changes(
+        self, own: range, begin_rows: npt.NDArray[np.int64], begin: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return later changes of weights, and the most rows [change, source] that a shard of `own` takes before each.
+
+        Empty unless sources repeat: otherwise the reads have an end, and every end of a source is such a change.
+        """
+        interleave = self.layout.interleave
+        changes = [each for each in interleave.starts if own and each > begin_rows[own.start : own.stop].min()]
+        if self.layout.on_end != "repeat" or not changes:
+            return np.zeros(0, dtype=np.int64), np.zeros((0, len(begin)), dtype=np.int64)
+        counts, at = {shard: begin[:, shard] for shard in own}, {shard: int(begin_rows[shard]) for shard in own}
+        most = []
+        phase = len(interleave.starts) - len(changes) - 1
+        for number, end in enumerate(changes, phase):
+            for shard in own:
+                if at[shard] < end:
+                    edges = interleave.edges[number]
+                    alone = Interleave(interleave.shards, (at[shard],), (edges,), interleave.rotation)
+                    counts[shard], at[shard] = counts[shard] + alone.counts(shard, end), end
+            most.append(np.max(list(counts.values()), axis=0))
+        return np.array(changes), np.array(most)
 
     def _counts(self, shard: int, row: int) -> npt.NDArray[np.int64]:
         """Return how many of a shard's first `row` rows come from each source."""

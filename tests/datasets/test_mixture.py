@@ -231,6 +231,26 @@ def test_the_end_of_a_source_is_where_counting_each_row_finds_it(
     assert np.array_equal(before, counts)
 
 
+@pytest.mark.parametrize("parts", [(), (4, 4, 4)])
+@pytest.mark.parametrize("later", [(0.0, 0.5, 0.5), (1e-9, 0.5, 0.5)])
+@pytest.mark.parametrize("row", range(14))
+def test_a_source_whose_weight_becomes_0_is_read_before_the_others_go_past_the_change(
+    row: int, later: tuple[float, ...], parts: tuple[int, ...]
+) -> None:
+    weights = [(0, (0.6, 0.3, 0.1)), (7, (0.1, 0.8, 0.1)), (13, later)]
+    plan = MixturePlan(layout([[10] * 20, [10] * 10, [17] * 6], weights, shards=12), 1, 0)
+    for rank in range(3):
+        options: dict[str, Any] = {"rank": rank, "world_size": 3, "offset": row * 12}
+        reads = plan.endless_reads(parts=parts, **options)
+        held: Counter[int] = Counter()
+        for batch in islice(plan.batches(global_batch_size=12, **options), 16):
+            for key, count in batch.shard_counts:
+                while held[key] < count:
+                    held.update({each.shard: each.stop - each.start for each in next(reads).slices})
+                    assert held.total() < 400
+                held[key] -= count
+
+
 @pytest.mark.parametrize("shards", [1, 8, 25, 32, 1009])
 @pytest.mark.parametrize("weights", [(0.7, 0.3), (5, 3, 2, 0), (0.98, 0.01, 0.01), (1.0,) * 100])
 def test_proportions_are_within_a_thousandth_at_every_10_000_rows(shards: int, weights: tuple[float, ...]) -> None:

@@ -49,6 +49,13 @@ def written_arguments(operator: Any) -> list[tuple[int, str]]:
     ]
 
 
+def returns_view(operator: Any) -> bool:
+    """Whether an operator returns a view of its first argument; False without a schema."""
+    schema = getattr(operator, "_schema", None)
+    alias = schema.arguments[0].alias_info if schema is not None and schema.arguments else None
+    return alias is not None and not alias.is_write
+
+
 def function_of(node: Any) -> type | None:
     """Return the `torch.autograd.Function` of a node of a graph; None for another node, or if torch does not tell."""
     return getattr(node, "_forward_cls", None)

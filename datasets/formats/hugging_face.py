@@ -31,7 +31,7 @@ class HuggingFace:
     Args:
         dataset: a map-style dataset, also after `select`, `filter` or `map`; not a `DatasetDict` or an
             `IterableDataset`.
-        columns: columns to read; None for all.
+        columns: columns to read; None for all, or for those that `set_format` or `with_format` has selected.
         version: changes when you change the data. Without it, only the number of rows, the types, and the first and
             last 16 rows are compared when a run is resumed.
 
@@ -51,6 +51,11 @@ class HuggingFace:
                 f"dataset must be a map-style Dataset of Hugging Face, such as load_dataset(..., split='train'), got "
                 f"{type(self.dataset).__name__}"
             )
+        if getattr(self.dataset, "format", {}).get("type") == "custom":
+            raise DataError(
+                "dataset has a function from set_transform or with_transform, which would not be called: pass one to "
+                "the stream, in `transforms`, where it gets an array for each column, or use dataset.map"
+            )
 
     def open(self) -> HuggingFaceSource:
         """Select the columns.
@@ -59,12 +64,13 @@ class HuggingFace:
             DataError: the dataset is empty, or a column is missing.
         """
         names = list(self.dataset.column_names)
+        formatted = list(getattr(self.dataset, "format", {}).get("columns") or names)
         for name in self.columns or ():
             if name not in names:
                 raise DataError(f"the dataset has no column {name!r}; {nearest(name, names)}")
         if not len(self.dataset):
             raise DataError("the dataset has no rows")
-        selected = self.dataset.select_columns(list(self.columns or names))
+        selected = self.dataset.select_columns(list(self.columns or formatted))
         return HuggingFaceSource(selected.with_format("arrow"), self.version)
 
     def __str__(self) -> str:

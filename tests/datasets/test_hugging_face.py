@@ -56,6 +56,13 @@ def test_every_row_is_seen_once_and_a_resize_changes_nothing(dataset: Any) -> No
     assert set(batches(HuggingFace(dataset, columns=["id"]))[0].micro_batches[0]) == {"id"}
 
 
+def test_a_format_selects_columns_and_a_transform_is_refused(dataset: Any) -> None:
+    (columns,) = batches(HuggingFace(dataset.with_format("torch", columns=["id"])))[0].micro_batches
+    assert set(columns) == {"id"}
+    with pytest.raises(DataError, match=r"with_transform, which would not be called: pass one to the stream"):
+        HuggingFace(dataset.with_transform(lambda rows: rows))
+
+
 def test_the_fingerprint_follows_the_rows_and_the_version(dataset: Any) -> None:
     first = HuggingFace(dataset).open().fingerprint
     assert HuggingFace(dataset.select(range(103))).open().fingerprint == first

@@ -72,7 +72,9 @@ def start(folder: Path, inside: str, ends: str, steps: int) -> subprocess.Popen[
 
 
 def finished_steps(folder: Path) -> list[int]:
-    return sorted(int(file.parent.name[5:]) for file in folder.glob("runs/**/step-*/manifest.json"))
+    # Unlike Path.glob, os.walk passes over folders that are renamed meanwhile.
+    found = [Path(parent) for parent, _, files in os.walk(folder / "runs") if "manifest.json" in files]
+    return sorted(int(each.name[5:]) for each in found if each.name.startswith("step-"))
 
 
 @pytest.mark.parametrize("inside", ["TorchTrainer", "Tuner"])

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..distributed.dtensor import to_local
 from ..distributed.parallelize import named_tensors
 from ..errors import ConfigError
-from ..private_torch import version_of, written_arguments
+from ..private_torch import returns_view, version_of, written_arguments
 
 aten = torch.ops.aten
 _DRAW_PLAIN = (
@@ -82,7 +82,7 @@ def versions_of(models: Mapping[str, nn.Module]) -> dict[str, int | None]:
 
 def shard_invariant_random() -> AbstractContextManager[object]:
     """Return a context in which random numbers for sharded tensors are those of whole ones."""
-    return _ShardInvariantRandom()  # type: ignore[no-untyped-call]
+    return _ShardInvariantRandom()
 
 
 class UnsetTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -151,6 +151,9 @@ class _ShardInvariantRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Without it, every rank on a CPU would fill its shard from the same generator, so that the shards of a weight were
     equal; and initial weights would depend on the number of ranks. Needs memory for one unsharded tensor at a time.
+
+    Also writes to a sharded tensor what is written to a view of it, as in `weight[padding_idx].fill_(0)`, because the
+    view of a DTensor may be a copy.
     """
 
     _FILL = (
@@ -160,8 +163,60 @@ class _ShardInvariantRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
     _READ = (aten.bernoulli, aten.bernoulli_, aten.normal, aten.poisson)
     """Functions that read probabilities or means from a tensor, of which every rank has a part."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        # By the id of a view that is a copy: the view, the tensor of which it is one, and the function that makes it.
+        self._copies: dict[int, tuple[DTensor, DTensor, Callable[[torch.Tensor], Any]]] = {}
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        for each in args:
+            self._refresh(each)
+        result = self._call(func, args, kwargs)
+        for position, name in written_arguments(func):
+            self._write_back(args[position] if position < len(args) else kwargs.get(name))
+        if args and isinstance(args[0], DTensor) and returns_view(func):
+            self._remember_copies(func, args, kwargs, result)
+        return result
+
+    def _remember_copies(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        for index, view in enumerate(result if isinstance(result, (list, tuple)) else [result]):
+
+            def make(whole: torch.Tensor, index: int = index) -> Any:
+                made = func(whole, *args[1:], **kwargs)
+                return made[index] if isinstance(made, (list, tuple)) else made
+
+            base = args[0]
+            # Where a tensor stays divided, its view is one of each shard. All ranks decide alike.
+            placements = zip(base.placements, view.placements, strict=True) if isinstance(view, DTensor) else ()
+            is_copy = any(before.is_shard() and not after.is_shard() for before, after in placements)
+            if is_copy or id(base) in self._copies:
+                self._copies[id(view)] = view, base, make
+
+    def _refresh(self, view: Any) -> None:
+        """Read the values of a view that is a copy again."""
+        if id(view) in self._copies:
+            values, base, make = self._copies[id(view)]
+            self._refresh(base)
+            part = distribute_tensor(
+                make(base.full_tensor()).contiguous(), values.device_mesh, values.placements, src_data_rank=None
+            )
+            to_local(values).copy_(part.to_local())
+
+    def _write_back(self, view: Any) -> None:
+        """Write the values of a view that is a copy to the tensor of which it is one."""
+        while id(view) in self._copies:
+            values, base, make = self._copies[id(view)]
+            whole = base.full_tensor()
+            make(whole).copy_(values.full_tensor())
+            part = distribute_tensor(whole, base.device_mesh, base.placements, src_data_rank=None)
+            to_local(base).copy_(part.to_local())
+            view = base
+
+    def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        # `weight[0, 1:3] = 7.0`, which DTensor does not know.
+        if func is aten.fill_.Tensor and isinstance(args[0], DTensor) and not isinstance(args[1], DTensor):
+            return aten.fill_.Scalar(args[0], args[1].item())
         target = next((each for each in (*kwargs.values(), *args) if isinstance(each, DTensor)), None)
         if target is None or torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)

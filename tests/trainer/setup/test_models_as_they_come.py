@@ -402,6 +402,41 @@ def test_every_strategy_begins_with_the_values_of_one_process() -> None:
                 assert all(torch.equal(found[key], alone[key]) for key in alone), (name, strategy)
 
 
+class WritesToViews(nn.Linear):
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        with torch.no_grad():
+            column = self.weight[:, 0]
+            self.weight[1:3].normal_()
+            self.weight[4, 1:3] = 7.0
+            self.weight.data[-1].zero_()
+            self.weight.t()[1].add_(1.0)
+            column.mul_(2.0)
+            self.bias[-1] = 3.0
+            self.bias[:2].view(2, 1).fill_(4.0)
+
+
+VIEWS = {
+    "Embedding": lambda: nn.Embedding(7, 3, padding_idx=0),
+    "EmbeddingBag": lambda: nn.EmbeddingBag(7, 3, padding_idx=5),
+    "views": lambda: WritesToViews(3, 7),
+}
+
+
+def _reset_on_shards(world: World) -> dict[str, Any]:
+    return {name: weights(_setup(make, world=world, strategy="fsdp")[0]) for name, make in VIEWS.items()}
+
+
+def test_what_reset_parameters_writes_to_a_part_of_a_weight_is_written_to_its_shards() -> None:
+    for rank in run_on_ranks(_reset_on_shards, 2):
+        for name, make in VIEWS.items():
+            trainer, said = _setup(make)
+            assert said == [], "created on the meta device"
+            alone = weights(trainer)
+            assert all(torch.equal(rank[name][key], alone[key]) for key in alone), name
+    assert not weights(_setup(VIEWS["Embedding"])[0])["model.weight"][0].any()
+
+
 def _initializes_shards(world: World) -> list[str]:
     class Initializes(_trainer_of(Orthogonal)):  # type: ignore[misc]
         def init_weights(self) -> None:

@@ -165,8 +165,9 @@ class _ShardInvariantRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # By the id of a view that is a copy: the view, the tensor of which it is one, and the function that makes it.
-        self._copies: dict[int, tuple[DTensor, DTensor, Callable[[torch.Tensor], Any]]] = {}
+        # By the id of a view that is a copy: the tensor of which it is one, and the function that makes it. As long as
+        # the view exists.
+        self._copies: dict[int, tuple[DTensor, Callable[[torch.Tensor], Any]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -191,24 +192,24 @@ class _ShardInvariantRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
             placements = zip(base.placements, view.placements, strict=True) if isinstance(view, DTensor) else ()
             is_copy = any(before.is_shard() and not after.is_shard() for before, after in placements)
             if is_copy or id(base) in self._copies:
-                self._copies[id(view)] = view, base, make
+                self._copies[id(view)] = base, make
+                weakref.finalize(view, self._copies.pop, id(view))
 
     def _refresh(self, view: Any) -> None:
         """Read the values of a view that is a copy again."""
         if id(view) in self._copies:
-            values, base, make = self._copies[id(view)]
+            base, make = self._copies[id(view)]
             self._refresh(base)
-            part = distribute_tensor(
-                make(base.full_tensor()).contiguous(), values.device_mesh, values.placements, src_data_rank=None
-            )
-            to_local(values).copy_(part.to_local())
+            values = make(base.full_tensor()).contiguous()
+            part = distribute_tensor(values, view.device_mesh, view.placements, src_data_rank=None)
+            to_local(view).copy_(part.to_local())
 
     def _write_back(self, view: Any) -> None:
         """Write the values of a view that is a copy to the tensor of which it is one."""
         while id(view) in self._copies:
-            values, base, make = self._copies[id(view)]
+            base, make = self._copies[id(view)]
             whole = base.full_tensor()
-            make(whole).copy_(values.full_tensor())
+            make(whole).copy_(view.full_tensor())
             part = distribute_tensor(whole, base.device_mesh, base.placements, src_data_rank=None)
             to_local(base).copy_(part.to_local())
             view = base

@@ -191,7 +191,7 @@ class _ShardInvariantRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Where a tensor stays divided, its view is one of each shard. All ranks decide alike.
             placements = zip(base.placements, view.placements, strict=True) if isinstance(view, DTensor) else ()
             is_copy = any(before.is_shard() and not after.is_shard() for before, after in placements)
-            if is_copy or id(base) in self._copies:
+            if view is not base and (is_copy or id(base) in self._copies):
                 self._copies[id(view)] = base, make
                 weakref.finalize(view, self._copies.pop, id(view))
 

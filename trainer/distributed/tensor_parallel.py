@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..errors import ConfigError
 
@@ -61,6 +62,12 @@ def divide_layers(models: Mapping[str, nn.Module], plan: Plan, mesh: DeviceMesh)
                 f"model, such as {', '.join(list(modules)[1:9])}"
             )
         for module in found:
+            if is_parametrized(module):
+                name = next(name for name, each in modules.items() if each is module)
+                raise ConfigError(
+                    f"configure_tensor_parallel: {name} computes its weight from others ({type(module).__name__}), "
+                    "which torch cannot divide: leave it out of the plan"
+                )
             trains = [parameter.requires_grad for parameter in module.parameters()]
             # None: there are no values to send.
             parallelize_module(module, mesh, style, src_data_rank=None)
@@ -70,9 +77,17 @@ def divide_layers(models: Mapping[str, nn.Module], plan: Plan, mesh: DeviceMesh)
         _share_again(places, modules)
 
 
-def add_uneven_sizes(error: BaseException, models: Mapping[str, nn.Module]) -> None:
-    """Add the layers of which ranks have parts of different sizes to an error of torch about sizes."""
-    if not isinstance(error, RuntimeError) or "size" not in str(error) and "dim" not in str(error):
+def add_division_advice(error: BaseException, models: Mapping[str, nn.Module]) -> None:
+    """Add what to change in the plan, or the layers of which ranks have uneven parts, to an error of torch."""
+    if not isinstance(error, RuntimeError):
+        return
+    if "mixed torch.Tensor and DTensor" in str(error):
+        error.add_note(
+            "with parallel.tp, a weight that the plan divides is a DTensor, which only the forward of its own layer "
+            "may use: leave a layer whose weight is used elsewhere out of the plan"
+        )
+        return
+    if not any(words in str(error) for words in ("size", "dim", "shape")):
         return
     uneven = [
         f"{name}.{path} {tuple(weight.shape)}"
@@ -85,6 +100,13 @@ def add_uneven_sizes(error: BaseException, models: Mapping[str, nn.Module]) -> N
         error.add_note(
             f"parallel.tp does not divide these evenly: {', '.join(uneven[:_MOST_NAMES])}{more}. Choose sizes that it "
             "divides, or leave the layers out of the plan"
+        )
+    else:
+        error.add_note(
+            "with parallel.tp, a layer with ColwiseParallel() returns this rank's part of its output, and one with "
+            "RowwiseParallel() expects such a part: pair them in configure_tensor_parallel(), or use "
+            "ColwiseParallel(output_layouts=Replicate()) and RowwiseParallel(input_layouts=Replicate()). A norm or "
+            "another layer between them would need the whole width"
         )
 
 

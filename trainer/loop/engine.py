@@ -24,7 +24,7 @@ from ..distributed.ddp import add_ddp_advice
 from ..distributed.fsdp import add_shard_advice
 from ..distributed.gather_order import add_timeout_advice
 from ..distributed.mesh import Mesh
-from ..distributed.tensor_parallel import add_uneven_sizes
+from ..distributed.tensor_parallel import add_division_advice
 from ..distributed.world import World
 from ..errors import ConfigError, HeadwayError
 from ..exact.numerics import Numerics, numerics_of
@@ -238,7 +238,7 @@ class Engine:
                 add_timeout_advice(error, None if order is None else order.calls_outside)
         add_ddp_advice(error)
         if parallel.tp > 1:
-            add_uneven_sizes(error, self.models)
+            add_division_advice(error, self.models)
 
     def setup(self) -> None:
         """Build models, optimizers and data, once. Every rank must call this."""

@@ -5,20 +5,21 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..distributed.ddp import ReplicatedModule
-from ..distributed.dtensor import unwrap
+from ..distributed.dtensor import to_local, unwrap
 from ..distributed.fsdp import reduce_unused, sharded_roots
 from ..distributed.world import World
 from ..errors import StepError
 from ..loop.context import RunContext
 from ..private_torch import foreach_norm, version_of
-from .gradients import hook_advice, named_parameters
+from .gradients import dense_values, hook_advice, named_parameters
 
 _MOST_NAMES = 8
 
@@ -32,6 +33,7 @@ class FirstUpdateCheck:
 
     def __init__(self, ctx: RunContext) -> None:
         self._models, self._world, self._loss_world = ctx.models, ctx.world, ctx.mesh.loss
+        self._tensor_world = ctx.mesh.tensor
         self._optimizers = list(ctx.optimizers.values())
         self._finds_unused = ctx.config.parallel.find_unused_parameters
         self._unchecked = set(self._optimizers)
@@ -78,7 +80,7 @@ class FirstUpdateCheck:
             has_stepped: whether another optimizer has already stepped in this update.
 
         Raises:
-            StepError: a parameter has no gradient, or replicated parameters differ between ranks.
+            StepError: a parameter has no gradient, or replicated parameters or their gradients differ between ranks.
         """
         first = self._unchecked.intersection(optimizers)
         self._unchecked -= first
@@ -88,6 +90,8 @@ class FirstUpdateCheck:
         report_unused(self._models, forgotten, is_main=self._world.is_main)
         reduced = {p for each in replicated for p in each.reduced}
         check_equal_on_ranks(self._models, reduced, self._loss_world, has_stepped=has_stepped)
+        if self._tensor_world.size > 1:
+            check_undivided_gradients(self._models, first, self._tensor_world)
         sharded = {name: model for name, model in self._models.items() if sharded_roots(model)}
         if sharded and not self._finds_unused:
             names = unused_names(sharded, forgotten)
@@ -187,6 +191,11 @@ def differing_on_ranks(models: Mapping[str, nn.Module], replicated: Container[nn
         names_of_ranks = world.all_gather_object(list(named))
         on_all = set.intersection(*map(set, names_of_ranks))
         return list(dict.fromkeys(name for names in names_of_ranks for name in names if name not in on_all))
+    return _spread(named, world, norm_share=1e-4)
+
+
+def _spread(named: Mapping[str, torch.Tensor], world: World, *, norm_share: float, floor: float = 0.0) -> list[str]:
+    """Return the names of tensors whose norms or sums differ between ranks; all ranks have the same names."""
     if not named:
         return []
     values = list(named.values())
@@ -196,8 +205,45 @@ def differing_on_ranks(models: Mapping[str, nn.Module], replicated: Container[nn
     of_ranks = world.all_gather(torch.cat([norms, sums])).view(world.size, 2, -1)
     norm_spread, sum_spread = of_ranks.amax(0) - of_ranks.amin(0)
     largest = of_ranks[:, 0].amax(0)
-    differ = ((norm_spread > 1e-4 * largest) | (sum_spread > 1e-2 * largest)).tolist()
+    largest = largest.clamp(min=floor * largest.max().item())
+    differ = ((norm_spread > norm_share * largest) | (sum_spread > 1e-2 * largest)).tolist()
     return [name for name, differs in zip(named, differ, strict=True) if differs]
+
+
+def check_undivided_gradients(models: Mapping[str, nn.Module], optimizers: Iterable[Optimizer], world: World) -> None:
+    """Check that parameters that the plan does not divide have equal gradients on the ranks that divide layers.
+
+    Such a parameter gets a part of its gradient on each rank if it is applied to the ranks' parts of an activation, as
+    the norm of queries and keys is. Every rank must call this; waits for the device.
+
+    Args:
+        models: by name.
+        optimizers: their parameters are checked.
+        world: the ranks that divide layers.
+
+    Raises:
+        StepError: gradients differ.
+    """
+    held = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    undivided = {name: p for name, p in named_parameters(models) if p in held and not _is_on_tensor_mesh(p)}
+    gradients = {
+        name: to_local(torch.zeros_like(p) if p.grad is None else dense_values(p.grad)).detach()
+        for name, p in undivided.items()
+    }
+    # The floor: what is zero but for rounding may differ.
+    if names := _spread(gradients, world, norm_share=1e-3, floor=1e-6):
+        raise StepError(
+            f"the gradients of {_list(names)} differ between the ranks of parallel.tp in the first update: each rank "
+            "applies these undivided parameters to its part of the output of a divided layer, so that its gradient is "
+            "incomplete. Add the module to configure_tensor_parallel(), such as "
+            f'"{names[0].rpartition(".")[0]}": SequenceParallel(sequence_dim=1, use_local_output=True) for a norm '
+            "whose input is divided along dimension 1, such as heads; or give the layer before it "
+            "output_layouts=Replicate()"
+        )
+
+
+def _is_on_tensor_mesh(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def report_shared(models: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 from torch.utils.data import DataLoader, Dataset
 
 from headway.trainer import CheckpointConfig, ConfigError, ParallelConfig, Trainer, TrainerConfig, World
@@ -194,9 +194,35 @@ def _assert_equal(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     )
 
 
+class NormsQueries(Block):
+    """One weight for all heads, of which each rank has some."""
+
+    def __init__(self) -> None:
+        super().__init__(attends=True)
+        self.qkv[0] = nn.Sequential(self.qkv[0], nn.Unflatten(-1, (-1, 2)), nn.RMSNorm(2), nn.Flatten(2))
+
+
+class NormOfParts(Writer):
+    def configure_models(self) -> None:
+        self.model = Gpt(attends=True)
+        self.model.blocks[1] = NormsQueries()
+
+    def configure_tensor_parallel(self) -> Mapping[str, ParallelStyle]:
+        plan = dict(super().configure_tensor_parallel())
+        del plan["model.blocks.*.qkv.*"]
+        places = ("model.blocks.0.qkv.*", "model.blocks.1.qkv.0.0", "model.blocks.1.qkv.[12]")
+        return plan | {place: ColwiseParallel() for place in places}
+
+
+class DividedNormOfParts(NormOfParts):
+    def configure_tensor_parallel(self) -> Mapping[str, ParallelStyle]:
+        norm = SequenceParallel(sequence_dim=2, use_local_output=True)
+        return {**super().configure_tensor_parallel(), "model.blocks.1.qkv.0.2": norm}
+
+
 @pytest.fixture(scope="module")
 def alone() -> dict[type[Writer], dict[str, Any]]:
-    return {kind: _fit(World.single("cpu"), kind, {}) for kind in (Writer, Pointwise, Untied)}
+    return {kind: _fit(World.single("cpu"), kind, {}) for kind in (Writer, Pointwise, Untied, DividedNormOfParts)}
 
 
 @pytest.mark.parametrize(
@@ -206,6 +232,7 @@ def alone() -> dict[type[Writer], dict[str, Any]]:
         pytest.param(Untied, {"strategy": "fsdp", "tp": 2}, 4, id="fsdp-tp-on-meta", marks=pytest.mark.extended),
         pytest.param(Writer, {"strategy": "ddp", "tp": 2}, 4, id="ddp-tp", marks=pytest.mark.extended),
         pytest.param(Untied, {"strategy": "none", "tp": 2}, 2, id="tp-on-meta"),
+        pytest.param(DividedNormOfParts, {"strategy": "none", "tp": 2}, 2, id="tp-norm-of-parts"),
     ],
 )
 def test_layers_are_divided(
@@ -329,6 +356,17 @@ class OddLengths(Pointwise):
         return [(batch["x"][:, 1:], 1)]
 
 
+class Unpaired(Writer):
+    def configure_tensor_parallel(self) -> Mapping[str, ParallelStyle]:
+        return {"model.blocks.*.up": ColwiseParallel()}
+
+
+class Reparametrized(Writer):
+    def configure_models(self) -> None:
+        self.model = Gpt(attends=True)
+        nn.utils.parametrizations.weight_norm(self.model.blocks[0].up)
+
+
 class OddWidth(Writer):
     def configure_models(self) -> None:
         self.model = Gpt(attends=True)
@@ -351,6 +389,9 @@ class Views(Pointwise):
     ("kind", "parallel", "message"),
     [
         (NoPlan, {"tp": 2}, "parallel.tp=2 divides layers by a plan, and model brings none"),
+        (NormOfParts, {"tp": 2}, "the gradients of model.blocks.1.qkv.0.2.weight"),
+        (Unpaired, {"tp": 2}, "a layer with ColwiseParallel() returns this rank's part of its output, and one with"),
+        (Reparametrized, {"tp": 2}, "model.blocks.0.up computes its weight from others (ParametrizedLinear)"),
         (Misspelt, {"tp": 2}, "'blocks.*.up' matches no module; names begin with the attribute"),
         (HalfTied, {"tp": 2}, "model.embed.weight and model.head.weight are one weight"),
         (OddLengths, {"cp": 2}, "with dimension 1: pad that to a multiple of 4"),

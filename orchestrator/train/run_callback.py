@@ -22,10 +22,11 @@ from headway.trainer.checkpoints.storage import open_storage
 from headway.trainer.errors import ConfigError
 from headway.trainer.trainer import Trainer
 
+from ..runs.metric_history import metrics_at
 from ..runs.ownership import lease_lost
 from ..runs.pointer import Pointer
 from ..runs.requests import StopRequest, read_scale_up_request, read_stop_request
-from ..storage.events import EventWriter
+from ..storage.events import EventWriter, read_events
 from ..storage.folder import Folder, retry_storage
 from .preemption import PreemptionNotice, has_time_to_save
 from .ray_train_thread import RayTrainThread, last_pointer
@@ -164,25 +165,46 @@ class RunCallback(Callback):
             self._ray_train.report({**metrics, "step": step}, pointer)
 
     def _report_restored(self, trainer: Trainer[Any]) -> None:
-        """Report the restored checkpoint, unless Ray Train has it: a worker may have died before it was reported."""
+        """Report the checkpoints that Ray Train does not have: a worker may have died before it reported them."""
         self._metrics = dict(trainer.history.latest)
         step = trainer.global_step
-        missed = retry_storage(lambda: self._pointer_if_missed(step)) if self._is_main else None
+        missed = retry_storage(lambda: self._missed(step)) if self._is_main else None
         # Every rank must report equally often.
-        if (missed := trainer.world.broadcast(missed)) is not None:
-            self._report(step, self._metrics, missed)
+        for at, metrics, pointer in trainer.world.broadcast(missed) or []:
+            self._report(at, metrics if at < step else self._metrics, pointer)
 
-    def _pointer_if_missed(self, step: int) -> Pointer | None:
-        """Return a pointer to this run's checkpoint of a step; None if Ray Train has it, or there is none."""
+    def _missed(self, step: int) -> list[tuple[int, dict[str, float], Pointer]]:
+        """Return step, metrics and pointer of each checkpoint, up to a restored step, that Ray Train does not have."""
         found = [each.checkpoint for each in scan(open_storage(self._folder.path("checkpoints")))]
-        path = next((each.path for each in reversed(found) if each is not None and each.step == step), None)
-        if path is None:
-            return None  # it was restored from another run
-        pointer = Pointer(run_dir=self._folder.place, checkpoint=path)
+        steps = {each.path: each.step for each in found if each is not None}
+        restored = next((path for path, at in reversed(steps.items()) if at == step), None)
+        last: Pointer | None = None
         with contextlib.suppress(ConfigError):
-            if last_pointer(ray.train) == pointer:
-                return None
-        return pointer
+            last = last_pointer(ray.train)
+        if last is not None and last.run_dir != self._folder.place:
+            last = None
+        if restored is None or (last is not None and last.checkpoint == restored):
+            # It is of another run, or was reported.
+            return []
+        paths = [path for path in self._saved_since(last) if steps.get(path, step) < step] + [restored]
+        metrics = metrics_at(self._folder, [steps[path] for path in paths])
+        return [
+            (steps[path], metrics[steps[path]], Pointer(run_dir=self._folder.place, checkpoint=path)) for path in paths
+        ]
+
+    def _saved_since(self, last: Pointer | None) -> list[str]:
+        """Return the checkpoints saved after the last one that Ray Train has; without one, all of this TorchTrainer."""
+        saved: list[str] = []
+        call = None
+        for event in read_events(self._folder):
+            if event["event"] == "driver_started" and event.get("call") != call:
+                call = event.get("call")
+                saved = saved if last is not None else []
+            elif event["event"] == "checkpoint_saved":
+                saved.append(event["path"])
+        if last is not None and last.checkpoint in saved:
+            saved = saved[len(saved) - saved[::-1].index(last.checkpoint) :]
+        return list(dict.fromkeys(saved))
 
     def _emit_size(self, trainer: Trainer[Any]) -> None:
         if (before := self._previous_workers) is not None:

@@ -6,7 +6,6 @@ import math
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 from rich.console import Console
@@ -16,12 +15,10 @@ from headway.trainer.checkpoints.retention import Mode
 from headway.trainer.checkpoints.scan import scan
 from headway.trainer.checkpoints.storage import open_storage
 from headway.trainer.errors import ConfigError
-from headway.trainer.result import PER_EPOCH
-from headway.trainer.trackers.jsonl import read_records
 from headway.trainer.trainer import Trainer
 
 from ...display.console import RunConsole
-from ...runs.metric_history import metric_by_step
+from ...runs.metric_history import metric_by_step, metrics_at
 from ...runs.pointer import Pointer, write_pointer
 from ...runs.requests import StopRequest, read_stop_request, request_stop
 from ...storage.events import Event, read_events
@@ -50,11 +47,6 @@ def check_metric(metric: str | None, metrics: Mapping[str, float], of: str) -> N
     """
     if metric is not None and metric not in metrics:
         raise ConfigError(f"metric is {metric!r}, but {of} logs {', '.join(metrics) or 'no metric'}")
-
-
-def _is_metric(name: str) -> bool:
-    """Return whether a field of a record in `metrics.jsonl` is a metric that callbacks receive as well."""
-    return name not in ("step", "epoch", "time", "attempt") and not name.startswith(PER_EPOCH)
 
 
 class TuneReporter:
@@ -149,12 +141,9 @@ class TuneReporter:
         there = scan(open_storage(self.folder.path("checkpoints")))
         saved = {each.checkpoint.step: each.checkpoint.path for each in there if each.checkpoint}
         saved |= {event["step"]: event["path"] for event in events if event["event"] == "checkpoint_saved"}
-        records = sorted(read_records(self.folder.path("metrics.jsonl")), key=itemgetter("step"))
         found = []
-        for each in steps:
-            for record in records:
-                if record["step"] <= each:
-                    self._metrics.update({name: value for name, value in record.items() if _is_metric(name)})
+        for each, metrics in metrics_at(self.folder, steps).items():
+            self._metrics.update(metrics)
             check_metric(self._metric, evaluated[each]["metrics"], "an evaluation")
             self._metrics.update(evaluated[each]["metrics"])
             after = min((at for at in saved if each <= at <= step), default=None)

@@ -20,6 +20,7 @@ from headway.trainer.errors import CheckpointError, ConfigError
 from ...config.experiment import Experiment
 from ...config.values import check_paths
 from ...runs.open import open_run
+from ...runs.ownership import RUN_RECORD
 from ...runs.result import RunResult
 from ...runs.resume import ResumeOptions
 from ...runs.run import Run
@@ -101,7 +102,7 @@ def run_trial(start: Start, config: Mapping[str, Any], metric: str | None) -> No
         experiment = replace(experiment, config=replace(experiment.config, seed=experiment.config.seed + repetition))
     trial = tune.get_context()
     experiment = replace(experiment, name=trial.get_trial_name(), storage=experiment.run_dir)
-    _check_folder(experiment, trial.get_trial_id(), config)
+    experiment = _in_own_folder(experiment, trial.get_trial_id(), config)
     source = _source_of(experiment.run_dir)
     start = replace(start, resume_options=replace(start.resume_options, resume=source or "auto"))
     is_adopted = source is not None
@@ -121,25 +122,29 @@ def run_trial(start: Start, config: Mapping[str, Any], metric: str | None) -> No
         sys.exit(0)
 
 
-def _check_folder(experiment: Experiment, trial_id: str, values: Mapping[str, Any]) -> None:
-    """Check that a run's folder is not that of a trial with other values, whose result would be taken for this one's.
+def _in_own_folder(experiment: Experiment, trial_id: str, values: Mapping[str, Any]) -> Experiment:
+    """Return the experiment of a trial, with another name if a failed trial has the folder of its name.
+
+    `Tuner.restore(..., restart_errored=True)` replaces a failed trial by a new one, which may get the same name.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: the folder is that of a trial with other values, whose result would be taken for this one's.
     """
     folder = Folder(experiment.run_dir)
     own = json.dumps({"id": trial_id, "values": dict(values)}, default=str, sort_keys=True)
     if (text := folder.read(_TRIAL)) is None:
         folder.prepare()
-    else:
-        other = json.loads(text)
-        if other["id"] != trial_id and other["values"] != json.loads(own)["values"]:
+    elif (other := json.loads(text))["id"] != trial_id:
+        if other["values"] != json.loads(own)["values"]:
             raise ConfigError(
                 f"trial {trial_id} has the name {experiment.name}, but {experiment.run_dir} is the folder of trial "
                 f"{other['id']} with the values {other['values']}: let trial_name_creator use trial.trial_id, and give "
                 "a further Tuner an Experiment with another name"
             )
+        if folder.read(RUN_RECORD) is not None and Run(folder).status == "failed":
+            return _in_own_folder(replace(experiment, name=f"{experiment.name}_{trial_id}"), trial_id, values)
     folder.write(_TRIAL, own)
+    return experiment
 
 
 def _source_of(run_dir: str) -> str | None:

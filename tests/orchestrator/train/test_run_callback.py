@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -19,16 +20,17 @@ import torch
 
 from headway.orchestrator.errors import StorageError
 from headway.orchestrator.runs.open import open_run
+from headway.orchestrator.runs.pointer import Pointer
 from headway.orchestrator.runs.requests import StopRequest, request_stop
 from headway.orchestrator.runs.run import Run
 from headway.orchestrator.storage.events import Event, EventWriter, read_events
 from headway.orchestrator.storage.folder import Folder
-from headway.orchestrator.train import ray_train_thread
+from headway.orchestrator.train import ray_train_thread, run_callback
 from headway.orchestrator.train.failures.budget import Failure
 from headway.orchestrator.train.failures.retry_policy import was_preempted
 from headway.orchestrator.train.preemption import count_endings, has_time_to_save
 from headway.orchestrator.train.run_callback import RunCallback
-from headway.trainer import CheckpointConfig, World
+from headway.trainer import CheckpointConfig, Duration, World
 from headway.trainer.ownership.claim import claimed_by_driver
 from tests.orchestrator.runs.test_run import experiment
 from tests.tiny import TinyConfig, TinyTrainer
@@ -97,6 +99,62 @@ def test_the_events_say_that_a_micro_batch_was_halved(tmp_path: Path) -> None:
     (told,) = (event for event in read_events(run.folder) if event["event"] == "out_of_memory")
     assert told["step"] == 0
     assert "up to 8 samples in a forward pass: repeating the update with up to 4" in told["reason"]
+
+
+class Reported:
+    """In place of the thread that calls Ray Train: keeps the last report of each checkpoint.
+
+    The last update may be saved twice, before its evaluation and after it.
+    """
+
+    def __init__(self, kept: dict[str, tuple[dict[str, Any], Pointer]], **_: Any) -> None:
+        self._kept = kept
+
+    def report(self, metrics: dict[str, Any], pointer: Pointer | None = None) -> None:
+        if pointer is not None:
+            self._kept[pointer.checkpoint] = (dict(metrics), pointer)
+
+    def end(self, *, wait: bool) -> None:
+        pass
+
+
+def test_checkpoints_that_ray_train_does_not_have_are_reported_when_a_run_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = open_run(experiment(tmp_path)).run
+    reports: dict[str, tuple[dict[str, Any], Pointer]] = {}
+    monkeypatch.setattr(run_callback, "RayTrainThread", functools.partial(Reported, reports))
+
+    def reported(max_steps: int, last: Pointer | None) -> list[tuple[dict[str, Any], Pointer]]:
+        reports.clear()
+        monkeypatch.setattr(run_callback, "last_pointer", lambda _: last)
+        callback = RunCallback(
+            run.folder, EventWriter(run.folder, "rank-0"), is_main=True, lease=run.lease, polls_preemption=False,
+            reports=True,
+        )  # fmt: skip
+        config = TinyConfig(
+            max_steps=max_steps, log_every=Duration(1, "steps"), evaluate_every=Duration(2, "steps"),
+            checkpoint=CheckpointConfig(every=Duration(2, "steps"), keep_last="all"),
+        )  # fmt: skip
+        with claimed_by_driver(run.run_dir):
+            TinyTrainer(config, run_dir=run.run_dir, world=World.single("cpu"), callbacks=[callback]).fit()
+        return list(reports.values())
+
+    EventWriter(run.folder, "driver").add("driver_started", call="first")
+    first = reported(6, None)
+    assert [metrics["step"] for metrics, _ in first] == [2, 4, 6]
+    # The workers died before Ray Train had the last two.
+    again = reported(8, first[0][1])
+    assert [pointer for _, pointer in again[:2]] == [pointer for _, pointer in first[1:]]
+    assert again[0] == first[1]
+    assert [metrics["step"] for metrics, _ in again] == [4, 6, 8]
+    assert [metrics["validation/loss"] for metrics, _ in again[:2]] == [m["validation/loss"] for m, _ in first[1:]]
+    assert [metrics["step"] for metrics, _ in reported(10, again[-1][1])] == [10]
+    # Before Ray Train had any.
+    assert [metrics["step"] for metrics, _ in reported(12, None)] == [2, 4, 6, 8, 10, 12]
+    # Another TorchTrainer gets the checkpoint from which it resumes, not those of earlier ones.
+    EventWriter(run.folder, "driver").add("driver_started", call="second")
+    assert [metrics["step"] for metrics, _ in reported(14, None)] == [12, 14]
 
 
 @pytest.mark.extended

@@ -243,6 +243,32 @@ def test_a_trial_with_the_name_of_another_does_not_get_its_result(
     around.train(ours, {"config.learning_rate": 0.3})
 
 
+class FailsInFirst(TinyTrainer):
+    """Fails in the first trial."""
+
+    def on_step_end(self) -> None:
+        if self.global_step == 6 and str(self.run_dir).endswith("tiny_1"):
+            raise ValueError("a bad batch")
+
+
+def test_a_trial_that_replaces_a_failed_one_of_the_same_name_trains_from_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = CheckpointConfig(every=None, background=False)
+    around, ours = Tune(monkeypatch), replace(experiment(tmp_path, checkpoint=checkpoint), trainer=FailsInFirst)
+    with pytest.raises(ValueError, match="a bad batch"):
+        around.train(ours, {"config.learning_rate": 0.1})
+    assert [report["step"] for report in around.reports] == [4]
+    # As `Tuner.restore(..., restart_errored=True)` with a trial_name_creator that uses the values alone.
+    around.trial_id = "2"
+    for _ in range(2):
+        around.reports.clear()
+        around.train(ours, {"config.learning_rate": 0.1})
+        assert [report["step"] for report in around.reports] == [4, 8, 12]
+    assert Run(f"{ours.run_dir}/tiny_1_2").record.resumed_from is None
+    assert Run(f"{ours.run_dir}/tiny_1").status == "failed"
+
+
 def test_a_repetition_has_another_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     around, ours = Tune(monkeypatch), experiment(tmp_path, seed=7)
     losses = []

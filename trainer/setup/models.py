@@ -198,6 +198,7 @@ def _make_on_meta(program: Program, ctx: RunContext, *, shapes_only: bool) -> _O
         except Exception as error:
             return _Obstacle(_reason(error, "configure_models()"))
     _collect_models(program, ctx, returned)
+    num_draws = tracker.num_draws
     with warnings.catch_warnings(record=True) as also_raised:
         try:
             with torch.device("meta"), tracker:
@@ -227,6 +228,8 @@ def _make_on_meta(program: Program, ctx: RunContext, *, shapes_only: bool) -> _O
             return _Obstacle(f"{pair[0]} and {pair[1]} share memory", runs_on_meta=True)
         if tracker.loaded is not None:
             return _Obstacle(f"{tracker.loaded.place} loads values", runs_on_meta=True)
+        # What callbacks create has no equal in plain PyTorch.
+        is_users = tracker.num_draws == num_draws and not program.overrides_init_weights
         try:
             lost = tracker.lost(models)
         except Exception as error:
@@ -236,6 +239,10 @@ def _make_on_meta(program: Program, ctx: RunContext, *, shapes_only: bool) -> _O
             ctx.lost_values.update({name: writer.place for name, writer in lost.items()})
             if lost and not program.overrides_init_weights:
                 why = f"{next(iter(lost.values())).place} gives values to {_first(list(lost))}"
+                return _Obstacle(why, runs_on_meta=True)
+            if is_users and tracker.drawn_otherwise is not None:
+                place = tracker.drawn_otherwise.place
+                why = f"reset_parameters() would draw the random numbers of {place} in another order or dtype"
                 return _Obstacle(why, runs_on_meta=True)
     for each in (*raised, *also_raised):
         warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)

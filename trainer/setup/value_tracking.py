@@ -8,7 +8,7 @@ import inspect
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -59,6 +59,8 @@ class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             generator.
         seeded: the first code that drew random numbers after code that seeded the generator, or advanced it by numbers
             of a tensor with values, so that later draws would repeat neither; None if none has.
+        drawn_otherwise: after `lost`, the first code whose random numbers the default initialization would draw in
+            another order or dtype; None if it would draw the same.
     """
 
     def __init__(self) -> None:
@@ -70,6 +72,8 @@ class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seeded: Writer | None = None
         self._generator: torch.Tensor | None = None
         self.has_drawn = False
+        self.drawn_otherwise: Writer | None = None
+        self._draws = _Draws()
         self._unseen = _Unseen(self)
 
     def __enter__(self) -> ValueTracker:
@@ -91,7 +95,11 @@ class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags and any(each.is_meta for each in _tensors(result)):
             self.has_drawn = True
-            self._check_generator(self.find_writer())
+            writer = self.find_writer()
+            self._check_generator(writer)
+            others = [each for each in args if not isinstance(each, torch.Tensor)]
+            for each in _tensors(result):
+                self._draws.add(f"{func} {others}", each, writer)
             if self.seeded is None:
                 # Marks this draw, which takes no number on the meta device: a seed that is set again sets it back.
                 torch.rand((), device="cpu")
@@ -117,6 +125,15 @@ class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.seeded is None and not torch.equal(torch.get_rng_state(), self._generator):
             self.seeded = writer
 
+    @property
+    def num_draws(self) -> int:
+        """How often random numbers were drawn."""
+        return len(self._draws)
+
+    def record_draw(self, function: str, tensor: torch.Tensor, writer: Writer) -> None:
+        """Record random numbers that no operator has drawn."""
+        self._draws.add(function, tensor, writer)
+
     def record(self, tensor: torch.Tensor, writer: Writer) -> None:
         """Record the writer of a tensor that no operator has changed."""
         self._made[id(tensor)] = weakref.ref(tensor)
@@ -138,9 +155,13 @@ class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         }
         built = {name: writer for name, tensor in tensors.items() if (writer := self.writer_of(tensor)) is not None}
         if built and all(writer.module is not None for writer in built.values()):
+            drawn, self._draws = self._draws, _Draws()
             with preserve_rng(), torch.no_grad(), self:
                 for model in models.values():
                     reset_parameters(model)
+            # Without a value in the constructor, a tensor has none in plain PyTorch.
+            if len(built) == len(tensors):
+                self.drawn_otherwise = drawn.first_unlike(self._draws, tensors.values())
         lost = {}
         for name, writer in built.items():
             reset = self.writer_of(tensors[name])
@@ -182,6 +203,35 @@ class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Writer(_resetting(inner, self._outermost), place)
 
 
+class _Draws:
+    """The random numbers that some code has drawn on the meta device, in their order."""
+
+    def __init__(self) -> None:
+        self._drawn: list[tuple[str, torch.Size, torch.dtype]] = []
+        self._writers: list[Writer] = []
+        self._last: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
+
+    def __len__(self) -> int:
+        return len(self._drawn)
+
+    def add(self, function: str, tensor: torch.Tensor, writer: Writer) -> None:
+        """Add the numbers that a function has drawn for a tensor."""
+        self._last[tensor.untyped_storage()] = len(self._drawn)
+        self._drawn.append((function, tensor.shape, tensor.dtype))
+        self._writers.append(writer)
+
+    def first_unlike(self, other: _Draws, tensors: Iterable[torch.Tensor]) -> Writer | None:
+        """Return the first code by which tensors get other numbers than by other draws, if any does."""
+        storages = [each.untyped_storage() for each in tensors]
+        last, others_last = ([draws._last.get(each, -1) for each in storages] for draws in (self, other))
+        unlike = [i for i, j in zip(last, others_last, strict=True) if i != j]
+        # Draws after the last one that counts have no effect.
+        used = self._drawn[: max(last, default=-1) + 1]
+        pairs = zip(used, other._drawn, strict=False)
+        unlike += [i for i, (drawn, others) in enumerate(pairs) if drawn != others]
+        return self._writers[max(min(unlike), 0)] if unlike and self._writers else None
+
+
 class _Unseen(TorchFunctionMode):
     """Reports what a `TorchDispatchMode` does not see on the meta device.
 
@@ -202,6 +252,7 @@ class _Unseen(TorchFunctionMode):
             writer = self._tracker.find_writer()
             # Of them, only trunc_normal_ could be repeated on the shards of a weight, in `reset_parameters`.
             can_repeat = code.co_name == "_no_grad_trunc_normal_"
+            self._tracker.record_draw(code.co_name, args[0], writer)
             self._tracker.record(args[0], writer if can_repeat else Writer(None, writer.place))
         return result
 

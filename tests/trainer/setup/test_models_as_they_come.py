@@ -171,6 +171,28 @@ class Attends(nn.Module):
         return self.out(self.attention(x, x, x)[0].squeeze(1))
 
 
+class Unset(nn.Linear):
+    """Its own parameter has no value in plain PyTorch, but `reset_parameters` draws one, before its layer's."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.scale, self.layer = nn.Parameter(torch.empty(3)), nn.Linear(6, 3)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if hasattr(self, "scale"):
+            nn.init.normal_(self.scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale + self.layer(x)
+
+
+def _discards_last() -> nn.Module:
+    model = nn.Linear(6, 3)
+    nn.Linear(3, 3)
+    return model
+
+
 def _loads() -> nn.Module:
     model = nn.Sequential(nn.Linear(6, 3))
     with torch.device("cpu"):
@@ -236,7 +258,9 @@ BUILT_ON_META: dict[str, Callable[[], nn.Module]] = {
     "Embedding": lambda: nn.Embedding(6, 3, padding_idx=0),
     "Conv": lambda: nn.Conv1d(6, 3, 1),
     "PReLU": lambda: nn.Sequential(nn.Linear(6, 3), nn.PReLU()),
-    "another dtype": lambda: nn.Linear(6, 3).double(),
+    "a dtype that it has already": lambda: nn.Linear(6, 3).float(),
+    "a parameter without a value in __init__": Unset,
+    "a discarded layer at the end": _discards_last,
     "several": lambda: Deep(4, 0.1),
     "trunc_normal_ in reset_parameters": lambda: Truncates(6, 3),
 }
@@ -575,9 +599,67 @@ def _drawn_on_the_cpu() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    "make", [_Resets, _Shifts, _Aliased, _seeded_twice, _seeded_apart, _set_back, _drawn_on_the_cpu]
+class _Converted(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.double())
+
+
+def _replaces_a_layer() -> nn.Module:
+    model = Deep(4, 0.0)
+    model.first = nn.Linear(6, 4)
+    return model
+
+
+def _discards_a_layer() -> nn.Module:
+    nn.Linear(3, 3)
+    return nn.Linear(6, 3)
+
+
+def _in_another_order() -> nn.Module:
+    last = nn.Linear(6, 6)
+    return nn.Sequential(nn.Linear(6, 6), last)
+
+
+class _OwnLast(nn.Module):
+    """Draws for its own weight after its layer, which `modules()` names after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.weight = nn.Linear(6, 6), nn.Parameter(torch.empty(6, 3))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) @ self.weight
+
+
+class _Narrowed(nn.Linear):
+    """`reset_parameters` would draw by what is set after the constructor has called it."""
+
+    std = 1.0
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.std = 0.02
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+        nn.init.zeros_(self.bias)
+
+
+DEPENDS_ON_MORE = (
+    *(_Resets, _Shifts, _Aliased, _seeded_twice, _seeded_apart, _set_back, _drawn_on_the_cpu),
+    *(_Converted, _replaces_a_layer, _discards_a_layer, _in_another_order, _OwnLast, _Narrowed),
 )
+
+
+@pytest.mark.parametrize("make", DEPENDS_ON_MORE)
 def test_values_that_depend_on_more_than_reset_parameters_are_those_of_plain_pytorch(
     make: Callable[[], nn.Module],
 ) -> None:
@@ -587,8 +669,14 @@ def test_values_that_depend_on_more_than_reset_parameters_are_those_of_plain_pyt
     assert len(said) == 1
     for (name, value), own in zip(plain.named_parameters(), trainer.model.parameters(), strict=True):
         assert torch.equal(value, own), name
-    if not isinstance(plain, nn.ModuleList):
+    if not isinstance(plain, nn.ModuleList) and next(plain.parameters()).dtype == torch.float32:
         assert trainer.fit().status == "completed"
+
+
+def test_the_line_names_the_code_that_draws_in_another_order() -> None:
+    _, said = _setup(_replaces_a_layer)
+    place = f"_replaces_a_layer (test_models_as_they_come.py:{_replaces_a_layer.__code__.co_firstlineno + 2})"
+    assert f"because reset_parameters() would draw the random numbers of {place} in another order or dtype" in said[0]
 
 
 class _Kind(nn.Parameter):

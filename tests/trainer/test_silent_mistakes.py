@@ -230,9 +230,15 @@ class ReplacesModel(Changes):
         self.model = nn.Linear(6, 3)
 
 
+class ReplacesData(Changes):
+    def change(self) -> None:
+        self.train_dataloader = DataLoader(Rows(20), batch_size=8)
+
+
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
+        (ReplacesData, r"self\.train_dataloader was replaced during the run, .* change its dataset, or pass batches"),
         (ReplacesOptimizer, r"self\.optimizer was replaced during the run, .* change its param_groups"),
         (ReplacesModel, r"self\.model was replaced during the run, .* change its weights in place"),
     ],

@@ -26,13 +26,14 @@ class TrainableCheck:
 
     def __init__(self, program: Program, ctx: RunContext) -> None:
         self._program, self._ctx = program, ctx
+        self._data = {name: vars(program).get(name) for name in ("train_dataloader", "val_dataloader")}
         self._reported: set[nn.Parameter] = set()
 
     def __call__(self) -> None:
         """Warn on the main rank of trainable parameters that no optimizer has, if others of their model have one.
 
         Raises:
-            StepError: an attribute that held a model or an optimizer at setup holds another one.
+            StepError: an attribute that held a model, an optimizer or data at setup holds another one.
             ConfigError: an attribute is a `GradScaler`, and not for `configure_loss_scaler`.
         """
         ctx = self._ctx
@@ -52,6 +53,10 @@ class TrainableCheck:
             groups = {id(group) for group in optimizer.param_groups}
             if isinstance(now, Optimizer) and groups.isdisjoint(map(id, now.param_groups)):
                 raise StepError(_replaced(name, "optimizer", "change its param_groups, or use add_param_group()"))
+        for name, loader in self._data.items():
+            if vars(self._program).get(name, loader) is not loader:
+                advice = "change its dataset, or pass batches of other data to train_step() in a loop() of your own"
+                raise StepError(_replaced(name, "dataloader", advice))
         if not ctx.world.is_main:
             return
         held = {

@@ -248,6 +248,10 @@ def enter_driver_folders(current_dir: str, imports: Sequence[str]) -> None:
     if os.path.isdir(current_dir):
         os.chdir(current_dir)
     sys.path[:0] = [path for path in imports if path not in sys.path]
+    if current_dir not in imports:
+        # Ray puts it first, but a script in another folder does not import from it.
+        here = [path for path in sys.path if os.path.realpath(path) == os.path.realpath(current_dir)]
+        sys.path[:] = [*(path for path in sys.path if path not in here), *here]
 
 
 def _print(events: EventWriter, text: str, *, shows: bool) -> None:

@@ -60,13 +60,6 @@ class Interleave:
             total += np.diff(below) - np.diff(before)
         return total
 
-    def expected(self, row: int) -> npt.NDArray[np.float64]:
-        """Return about how many of the first `row` rows of a shard come from each source."""
-        total = np.zeros(len(self.edges[0]) - 1)
-        for start, end, edges in self._phases(row):
-            total += np.diff(np.array(edges, dtype=np.float64)) / _ONE * (end - start)
-        return total
-
     def _phases(self, row: int) -> list[tuple[int, int, tuple[int, ...]]]:
         last = bisect_right(self.starts, row)
         ends = [*self.starts[1:last], row]

@@ -8,10 +8,11 @@ can be evaluated at any position, so the position of a mixture is one number too
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from typing import Literal
 
 import numpy as np
@@ -24,7 +25,11 @@ OnEnd = Literal["repeat", "stop", "drop"]
 
 # An interleave seldom gives a shard so many rows of a source more, or fewer, than the weight says.
 _DISCREPANCY = 16
-# Rows of each shard that are counted together in the search for the end of a source, at first and at most.
+# Rows of each shard, for each source, from which on it is cheaper to count those of each source by arithmetic than to
+# compute the source of each row.
+_ROWS_TO_SKIP = 512
+# Rows of each shard that are counted together in the search for the end of a source, at first and at most; reads are
+# put in order for at least the first, and about the second of all shards together.
 _ROWS_AT_A_TIME, _MOST_ROWS_AT_A_TIME = 64, 4096
 # Rows of each shard beyond the end of any run.
 _ENDLESS = 2**40
@@ -216,7 +221,7 @@ class MixturePlan:
         end: int | None = None,
         parts: Sequence[int | None] = (),
     ) -> Iterator[Read]:
-        """Yield the reads of one rank for the samples from `offset` to before `end`, about in the order of need.
+        """Yield the reads of one rank for the samples from `offset` to before `end`, in the order of need.
 
         Args:
             rank: of the reads.
@@ -271,34 +276,75 @@ class MixturePlan:
         world_size: int,
         parts: Sequence[int | None],
     ) -> Iterator[Read]:
-        """Yield the reads of one rank, from a row of each shard to before another one."""
-        layout = self.layout
-        first, last = shard_range(layout.shards, rank=rank, world_size=world_size)
+        """Yield the reads of one rank, from a row of each shard to before another one, in the order of need."""
+        layout, shards = self.layout, self.layout.shards
+        own = np.arange(*shard_range(shards, rank=rank, world_size=world_size))
         begin, until = np.zeros_like(layout.lengths), np.zeros_like(layout.lengths)
-        for shard in range(first, last):
+        for shard in own.tolist():
             begin[:, shard] = self._counts(shard, int(begin_rows[shard]))
             until[:, shard] = self._counts(shard, int(end_rows[shard]))
-        # About which row of a shard takes row k of a source's shard.
-        places = np.array([*layout.interleave.starts, max(int(end_rows.max()), layout.interleave.starts[-1] + 1)])
-        expected = np.array([layout.interleave.expected(int(each)) for each in places])
-        starts, most = self._most_before_changes(range(first, last), begin_rows, begin)
-        needs = [
-            self._source_reads(
-                source,
-                first,
-                last,
-                begin[source],
-                until[source],
-                places,
-                expected[:, source],
-                starts,
-                most[:, source],
-                parts[source] if parts else None,
-            )
-            for source in range(len(layout.lengths))
-        ]
-        for _, read in heapq.merge(*needs, key=lambda each: each[0]):
-            yield read
+        reads: dict[int, Iterator[Read]] = {}
+        for source in range(len(begin)):
+            part = parts[source] if parts else None
+            of_shards = self._reads_by_shard(source, own, begin[source], until[source], part)
+            reads |= {source * shards + shard: each for shard, each in of_shards.items()}
+        # A read comes when a shard takes its first row. An estimate of this place from the weights may be too late by
+        # 1 / weight rows, and all that the other sources give in the meantime would be held.
+        row, end = begin_rows[own], end_rows[own]
+        taken, arrived = begin.reshape(-1), begin.reshape(-1).copy()
+        size = max(_ROWS_AT_A_TIME, _MOST_ROWS_AT_A_TIME // max(1, len(own)))
+        while (row < end).any():
+            rows = row + np.arange(size)[:, None]
+            within = rows < end
+            shard_of = np.broadcast_to(own, rows.shape)[within]
+            keys = self._sources(shard_of, rows[within]) * shards + shard_of
+            counts = np.bincount(keys, minlength=arrived.size)
+            row, before, taken = np.minimum(row + size, end), taken, taken + counts
+            lacking = np.flatnonzero(taken > arrived)
+            if not len(lacking):
+                row, taken = self._skip(own, row, end, taken, arrived)
+                continue
+            order, firsts = np.argsort(keys, kind="stable"), np.cumsum(counts) - counts  # of the rows of each key
+            needs = list(zip(order[(firsts + arrived - before)[lacking]].tolist(), lacking.tolist(), strict=True))
+            heapq.heapify(needs)
+            while needs:
+                need, key = needs[0]
+                held = int(arrived[key] - before[key])
+                if held >= counts[key]:
+                    heapq.heappop(needs)
+                elif need < (later := int(order[firsts[key] + held])):
+                    heapq.heapreplace(needs, (later, key))
+                else:
+                    read = next(reads[key])
+                    for each in read.slices:
+                        arrived[each.shard] += each.stop - each.start
+                    yield read
+
+    def _skip(
+        self,
+        own: npt.NDArray[np.int64],
+        row: npt.NDArray[np.int64],
+        end: npt.NDArray[np.int64],
+        taken: npt.NDArray[np.int64],
+        arrived: npt.NDArray[np.int64],
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return `row` and `taken` many rows later if all of these rows have arrived, and as they are otherwise."""
+        starts = [*self.layout.interleave.starts, self.layout.mixed if self.layout.on_end == "drop" else _ENDLESS]
+        first = int(row.max())
+        phase = bisect_right(self.layout.interleave.starts, first) - 1
+        shares = np.diff(np.array(self.layout.interleave.edges[phase], dtype=np.float64)) / 2.0**64
+        left = (arrived - taken).reshape(len(shares), -1)[:, own].min(axis=1)
+        given = shares > 0
+        rows = min(int(((left[given] - _DISCREPANCY) / shares[given]).min()), starts[phase + 1] - first)
+        while rows > _ROWS_TO_SKIP * len(shares):
+            later = np.minimum(row + rows, end)
+            counts = np.zeros_like(self.layout.lengths)
+            for shard, at in zip(own.tolist(), later.tolist(), strict=True):
+                counts[:, shard] = self._counts(shard, at)
+            if (counts.reshape(-1) <= arrived).all():
+                return later, counts.reshape(-1)
+            rows //= 2
+        return row, taken
 
     def batches(
         self,
@@ -386,71 +432,66 @@ class MixturePlan:
             bounds=np.cumsum([0, *layout.lengths[source]]),
         )
 
+    def _reads_by_shard(
+        self,
+        source: int,
+        own: npt.NDArray[np.int64],
+        begin: npt.NDArray[np.int64],
+        until: npt.NDArray[np.int64],
+        part: int | None,
+    ) -> dict[int, Iterator[Read]]:
+        """Return the reads of each of these shards of a source, from row `begin` to row `until`.
+
+        Shards that have reads in common share an iterator.
+        """
+        own = own[begin[own] < until[own]]
+        lengths = self.layout.lengths[source]
+        if self.layout.on_end != "repeat" or len(np.unique(lengths[own])) < 2:
+            return dict.fromkeys(own.tolist(), self._source_reads(source, own, begin, until, part))
+        # A pass takes longer in the shards with one more row. In the end its rows for these shards would come whole
+        # passes before they are needed, so the passes of the others are then read for themselves.
+        shortest = int(lengths[own].min())
+        together = np.minimum(until, shortest * lengths)
+        common = self._source_reads(source, own[begin[own] < together[own]], begin, together, part)
+        reads: dict[int, Iterator[Read]] = {}
+        for length in (shortest, shortest + 1):
+            group = own[lengths[own] == length]
+            alone = self._source_reads(source, group, np.maximum(begin, together), until, part)
+            reads |= dict.fromkeys(group.tolist(), chain(common, alone))
+        return reads
+
     def _source_reads(
         self,
         source: int,
-        first: int,
-        last: int,
+        own: npt.NDArray[np.int64],
         begin: npt.NDArray[np.int64],
         until: npt.NDArray[np.int64],
-        places: npt.NDArray[np.int64],
-        expected: npt.NDArray[np.float64],
-        starts: npt.NDArray[np.int64],
-        most: npt.NDArray[np.int64],
         part: int | None,
-    ) -> Iterator[tuple[float, Read]]:
-        """Yield (estimated row of need, read) of one source's shards, from row `begin` of each to row `until`."""
+    ) -> Iterator[Read]:
+        """Yield the reads of these shards of a source, from row `begin` of each to row `until`."""
         lengths, shards = self.layout.lengths[source], self.layout.shards
         before = sum(len(each) for each in self.layout.fragment_rows[:source])
-        own = [shard for shard in range(first, last) if begin[shard] < until[shard]]
-        if not own:
+        own = own[begin[own] < until[own]]
+        if not len(own):
             return
         passes = range(
-            min(self._passes(source, shard, int(begin[shard]))[0] for shard in own),
-            max(self._passes(source, shard, int(until[shard]) - 1)[0] for shard in own) + 1,
+            min(self._passes(source, shard, int(begin[shard]))[0] for shard in own.tolist()),
+            max(self._passes(source, shard, int(until[shard]) - 1)[0] for shard in own.tolist()) + 1,
         )
+        first, last = int(own[0]), int(own[-1]) + 1
+        end = np.zeros_like(until)
+        end[own] = until[own]
         for number in passes:
             done = number * lengths if self.layout.on_end == "repeat" else np.zeros_like(lengths)
-            plan = self._pass(source, number)
-            reads: Iterable[Read] = plan.reads_between(
-                first, last, np.clip(begin - done, 0, lengths), np.clip(until - done, 0, lengths)
+            reads: Iterable[Read] = self._pass(source, number).reads_between(
+                first, last, np.clip(begin - done, 0, lengths), np.clip(end - done, 0, lengths)
             )
             if part is not None:
                 # The windows of the sources begin at places that are spread evenly.
                 reads = split_reads(reads, shards=shards, part=part, shift=part * source // len(self.layout.lengths))
             for read in reads:
-                need = (int(done.sum()) + read.slices[0].first_need) / shards
-                place = float(np.interp(need, expected, places))
-                # Where a weight becomes tiny or 0, this estimate is far too late for a row that a shard still takes
-                # before. The lower bound of its number never falls from one read to the next, which come in order.
-                least = int(done[first:last].min()) + min(each.first_need for each in read.slices) // shards
-                if (change := np.searchsorted(most, least - (part or 0), side="right")) < len(starts):
-                    place = min(place, float(starts[change]))
                 slices = tuple(each._replace(shard=source * shards + each.shard) for each in read.slices)
-                yield place, Read(before + read.fragment, slices, read.order)
-
-    def _most_before_changes(
-        self, own: range, begin_rows: npt.NDArray[np.int64], begin: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return later changes of weights, and the most rows [change, source] that a shard of `own` takes before each.
-
-        Empty unless sources repeat: otherwise the reads have an end, and every end of a source is such a change.
-        """
-        interleave = self.layout.interleave
-        changes = [each for each in interleave.starts if own and each > begin_rows[own.start : own.stop].min()]
-        if self.layout.on_end != "repeat" or not changes:
-            return np.zeros(0, dtype=np.int64), np.zeros((0, len(begin)), dtype=np.int64)
-        counts, at = {shard: begin[:, shard] for shard in own}, {shard: int(begin_rows[shard]) for shard in own}
-        most = []
-        phase = len(interleave.starts) - len(changes) - 1
-        for number, end in enumerate(changes, phase):
-            for shard in own:
-                if at[shard] < end:
-                    edges = interleave.edges[number]
-                    alone = Interleave(interleave.shards, (at[shard],), (edges,), interleave.rotation)
-                    counts[shard], at[shard] = counts[shard] + alone.counts(shard, end), end
-            most.append(np.max(list(counts.values()), axis=0))
-        return np.array(changes), np.array(most)
+                yield Read(before + read.fragment, slices, read.order)
 
     def _counts(self, shard: int, row: int) -> npt.NDArray[np.int64]:
         """Return how many of a shard's first `row` rows come from each source."""
@@ -467,10 +508,11 @@ class MixturePlan:
         layout = self.layout
         sources = layout.interleave.sources(shard, row)
         if layout.on_end == "drop":
-            for index in np.flatnonzero(row >= layout.mixed).tolist():
-                at = int(shard[index])
+            after = row >= layout.mixed
+            for at in np.unique(shard[after]).tolist():
                 left = layout.lengths[:, at] - layout.interleave.counts(at, layout.mixed)
-                sources[index] = np.searchsorted(np.cumsum(left), row[index] - layout.mixed, side="right")
+                own = after & (shard == at)
+                sources[own] = np.searchsorted(np.cumsum(left), row[own] - layout.mixed, side="right")
         return sources
 
     def _locate(self, samples: npt.NDArray[np.int64], shard: npt.NDArray[np.int64]) -> list[tuple[int, int]]:

@@ -251,6 +251,59 @@ def test_a_source_whose_weight_becomes_0_is_read_before_the_others_go_past_the_c
                 held[key] -= count
 
 
+@pytest.mark.parametrize("later", [(0.999, 0.001), (0.99999, 0.00001), (0.5, 0.5)])
+@pytest.mark.parametrize("change", [0, 10])
+@pytest.mark.parametrize("rows", [[[5] * 200, [5] * 40], [[10] * 40, [10] * 100]])
+def test_a_source_of_little_weight_makes_no_other_be_read_ahead(
+    rows: list[list[int]], change: int, later: tuple[float, ...]
+) -> None:
+    """Its rows were expected 1 / weight rows late."""
+    weights = [(0, (0.5, 0.5)), (change, later)] if change else [(0, later)]
+    plan = MixturePlan(layout(rows, weights, shards=32), 1, 0)
+    for row in (0, 9, 11, 15):
+        for rank, world_size in ((0, 1), (0, 3), (2, 3)):
+            assert _most_held(plan, 20, rank=rank, world_size=world_size, offset=row * 32) < 15 * 32
+
+
+@pytest.mark.parametrize("rows", [5, 7, 33])
+def test_reads_of_a_small_source_stay_near_their_need_in_every_pass(rows: int) -> None:
+    """Its shards of more rows take longer for a pass, so that reading pass by pass runs ahead in them."""
+    mixed = layout([[40] * 20, [5] * (rows // 5) + [rows % 5]], [(0, (0.5, 0.5))])
+    for epoch in (0, 1, 100):
+        assert _most_held(MixturePlan(mixed, 1, epoch), 200, rank=0, world_size=1, offset=8) < 250
+
+
+def _most_held(plan: MixturePlan, batches: int, **options: int) -> int:
+    """Return how many rows are held at most that have been read and are not used yet."""
+    reads = plan.endless_reads(**options)
+    held: Counter[int] = Counter()
+    most = 0
+    for batch in islice(plan.batches(global_batch_size=plan.layout.shards, **options), batches):
+        for key, count in batch.shard_counts:
+            while held[key] < count:
+                held.update({each.shard: each.stop - each.start for each in next(reads).slices})
+                if (most := max(most, held.total())) > 10_000:
+                    return most
+            held[key] -= count
+    return most
+
+
+def test_rows_whose_sources_need_not_be_known_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the reads are the same as without."""
+    for on_end in ("repeat", "drop", "stop"):
+        weights = [(0, (0.5, 0.5)), (600, (0.9, 0.1))]
+        plan = MixturePlan(layout([[2000] * 5, [3000, 50, 700]], weights, shards=3, on_end=on_end), 1, 1, tail="keep")
+        options: dict[str, Any] = {"rank": 0, "world_size": 1, "offset": 6}
+        monkeypatch.setattr(mixture_plan, "_ROWS_TO_SKIP", 2**40)
+        walked = list(plan.reads(**options))
+        monkeypatch.setattr(mixture_plan, "_ROWS_TO_SKIP", 1)
+        monkeypatch.setattr(mixture_plan, "_MOST_ROWS_AT_A_TIME", 64)
+        assert list(plan.reads(**options)) == walked
+    large = MixturePlan(layout([[10**9] * 4, [10**9] * 4], [(0, (0.5, 0.5))], shards=1), 1, 0)
+    reads = large.endless_reads(rank=0, world_size=1)
+    assert [next(reads).rows for _ in range(4)] == [10**9] * 4
+
+
 @pytest.mark.parametrize("shards", [1, 8, 25, 32, 1009])
 @pytest.mark.parametrize("weights", [(0.7, 0.3), (5, 3, 2, 0), (0.98, 0.01, 0.01), (1.0,) * 100])
 def test_proportions_are_within_a_thousandth_at_every_10_000_rows(shards: int, weights: tuple[float, ...]) -> None:

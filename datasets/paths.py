@@ -39,6 +39,9 @@ _READERS: dict[Suffixes, str] = {
 }
 """What reads the files of each ending."""
 
+INDEX = ".headway-index"
+"""The folder beside files of data for their indexes."""
+
 PREPARING = "preparing.json"
 """The file in a folder that `headway data prepare` has not finished."""
 
@@ -89,9 +92,8 @@ def find(path: str, *, suffixes: Suffixes = SUFFIXES) -> list[Found]:
     if "{" in inner:
         raise DataError(f"{path} does not exist, because braces are not expanded: use * instead, or a list of paths")
     parent = posixpath.dirname(inner.rstrip("/"))
-    there = (
-        sorted(posixpath.basename(each.rstrip("/")) for each in fs.ls(parent, detail=False)) if fs.isdir(parent) else []
-    )
+    names = [posixpath.basename(each.rstrip("/")) for each in fs.ls(parent, detail=False)] if fs.isdir(parent) else []
+    there = sorted(each for each in names if each != INDEX)
     raise DataError(
         f"{path} does not exist; {nearest(posixpath.basename(inner.rstrip('/')), there)} in {parent or '/'}"
     )

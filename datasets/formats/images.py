@@ -22,10 +22,10 @@ import numpy.typing as npt
 from ..arrow import Rows, to_objects
 from ..cache import Cache, Cached, CachedFile, Entries, check_fits, version_of
 from ..errors import DataError
-from ..paths import PathLike, absolute, nearest
+from ..paths import INDEX, PathLike, absolute, nearest
 from ..plan import permutation
 from .base import OnBadRow, check_options
-from .index_cache import FOLDER, Index, cached_index
+from .index_cache import Index, cached_index
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif", ".jfif")
 _FRAGMENT_ROWS = 16
@@ -93,7 +93,7 @@ class Images:
         key = hashlib.sha256(f"{self.on_bad_row}\0{listed}".encode()).hexdigest()[:16]
         if self.index is None and "://" in str(self):
             raise DataError(f"{self} is remote, so its index needs a local folder: set index='some/folder'")
-        place = Path(self.index).expanduser().absolute() if self.index is not None else Path(str(self)) / FOLDER
+        place = Path(self.index).expanduser().absolute() if self.index is not None else Path(str(self)) / INDEX
         index = cached_index(
             place / f"images-2.{key}.npz", lambda: self._build(folder, names, sizes, versions, entries)
         )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +17,7 @@ import pyarrow as pa
 
 from ..errors import DataError
 from ..locking import locked
-from ..paths import Found, PathLike
-
-FOLDER = ".headway-index"
+from ..paths import INDEX, Found, PathLike
 
 COMPRESSED = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd"}
 """The codec of a compressed file, by its ending."""
@@ -50,7 +47,7 @@ def index_folder(found: Found, index: PathLike | None) -> Path:
         return Path(index).expanduser().absolute()
     if "://" in found.path:
         raise DataError(f"{found.path} is remote, so its index needs a local folder: set index='some/folder'")
-    return Path(found.path).parent / FOLDER
+    return Path(found.path).parent / INDEX
 
 
 def sample_digest(found: Found) -> str:
@@ -121,18 +118,31 @@ def decompressed(found: Found, path: Path) -> Found:
         return found
 
     def write(temporary: Path) -> None:
-        try:
-            with (
-                open_file(found) as raw,
-                pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), codec) as data,
-                temporary.open("wb") as file,
-            ):
-                shutil.copyfileobj(data, file, 2**20)
-        except (OSError, pa.ArrowException) as error:
-            raise DataError(f"{found.path} is not a complete {codec} file: {error}") from error
+        with temporary.open("wb") as file:
+            for piece in _contents_of(found, codec):
+                file.write(piece)
 
     local = str(cached_file(path, write))
     return Found(local, fsspec.filesystem("file"), local)
+
+
+def _contents_of(found: Found, codec: str) -> Iterator[bytes]:
+    """Yield what a compressed file holds, in pieces."""
+    seen = 0
+    try:
+        with open_file(found) as raw, pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), codec) as data:
+            while piece := data.read(2**20):
+                seen += len(piece)
+                yield piece
+            if not raw.tell():
+                raise OSError("it is empty")
+    except (OSError, pa.ArrowException) as error:
+        if getattr(error, "errno", None) is not None:  # of the file system
+            raise DataError(f"cannot read {found.path}: {type(error).__name__}: {error}") from error
+        raise DataError(
+            f"{found.path} is not a complete {codec} file: {error}, after {seen} bytes of what it holds. Write or "
+            "download it again, or leave it out of path"
+        ) from error
 
 
 def cached_index(path: Path, make: Callable[[], Index]) -> Index:

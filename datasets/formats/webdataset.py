@@ -86,7 +86,7 @@ class WebDataset:
             for each, opened, listed in zip(cached_files(self.cache, found), plain, found, strict=True)
         ]
         indexes = [
-            cached_index(path_for(listed, to, ".tar-2.npz"), partial(_build, opened))
+            cached_index(path_for(listed, to, ".tar-2.npz"), partial(_build, opened, listed.path))
             for listed, opened, to in zip(found, plain, folders, strict=True)
         ]
         known = {extension for index in indexes for extension in index.facts["extensions"]}
@@ -237,14 +237,16 @@ class TarSource:
         return self.tars[which], index - int(ends[which - 1] if which else 0)
 
 
-def _build(found: Found) -> Index:
-    """Read the headers of a tar, and the members with text."""
+def _build(found: Found, shown: str) -> Index:
+    """Read the headers of a tar, which is `shown` in errors, and the members with text."""
+    last = "at its start"
     rows: list[tuple[str, dict[str, tuple[int, int]]]] = []
     damaged: list[tuple[int, str, str]] = []
     digest = hashlib.sha256(sample_digest(found).encode())
     try:
         with open_file(found) as raw, tarfile.open(fileobj=raw, mode="r:") as tar:
             for member in tar:
+                last = f"after the header of {member.name} at byte {member.offset}"
                 folder, slash, name = member.name.rpartition("/")
                 stem, dot, extension = name.partition(".")
                 if member.isdir() or not stem or not dot:
@@ -256,14 +258,16 @@ def _build(found: Found) -> Index:
                     damaged.append((len(rows) - 1, extension, why))
                 rows[-1][1][extension] = member.offset_data, member.size
                 digest.update(f"{member.name}\0{member.offset_data}\0{member.size}\0".encode())
-            # `tarfile` takes a header that is cut off for the end.
+            # `tarfile` takes a header that is damaged or cut off for the end.
             raw.seek(tar.offset)
-            if raw.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                raise tarfile.ReadError("it has no end marker")
-    except (tarfile.TarError, OSError) as error:
-        raise DataError(
-            f"{found.path} is not a complete tar file: {error}{advice_for(found.path, SUFFIXES)}"
-        ) from error
+            if (header := raw.read(tarfile.BLOCKSIZE)) != bytes(tarfile.BLOCKSIZE):
+                cut_off = len(header) < tarfile.BLOCKSIZE
+                raise tarfile.ReadError("it has no end marker" if cut_off else "the next header is damaged")
+    except tarfile.TarError as error:
+        advice = advice_for(shown, SUFFIXES) or ". Write or download it again, or leave it out of path"
+        raise DataError(f"{shown} is not a complete tar file: {error}, {last}{advice}") from error
+    except OSError as error:
+        raise DataError(f"cannot read {shown}: {type(error).__name__}: {error}") from error
     extensions = sorted({extension for _, members in rows for extension in members})
     places = np.full((len(rows), len(extensions), 2), -1, dtype=np.int64)
     column = {extension: index for index, extension in enumerate(extensions)}
@@ -311,19 +315,30 @@ def _check_has_all(first: Sequence[str], indexes: Mapping[str, Index]) -> None:
 def _select(path: str, name: str, index: Index, columns: Sequence[str], cached: Cached | None) -> Tar:
     """Return the rows of a tar that have all columns, undamaged."""
     facts, places = index.facts, index.arrays["places"]
-    damaged = {row: why for row, extension, why in facts["damaged"] if extension in columns}
+    bad_members = {row: why for row, extension, why in facts["damaged"] if extension in columns}
     times = Counter(facts["keys"])
     which = [facts["extensions"].index(each) if each in facts["extensions"] else -1 for each in columns]
+    # The last column, -1 of `which`, is that of an extension which no row has.
+    lacks: npt.NDArray[np.bool_] = np.pad(places[..., 0], ((0, 0), (0, 1)), constant_values=-1)[:, which] < 0
+    is_whole = [not any(each) for each in lacks.tolist()]
+    whole = Counter(key for row, key in enumerate(facts["keys"]) if is_whole[row] and row not in bad_members)
     keys: list[str] = []
     kept: list[int] = []
     bad: list[tuple[str, str]] = []
     cuts = [0]
     size = 0
     for row, key in enumerate(facts["keys"]):
-        missing = [extension for extension, at in zip(columns, which, strict=True) if at < 0 or places[row, at, 0] < 0]
-        if missing or row in damaged:
+        why = bad_members.get(row)
+        if not is_whole[row]:
             apart = ", or its members are not next to each other in the tar" if times[key] > 1 else ""
-            bad.append((key, f"it has no {missing[0]}{apart}" if missing else damaged[row]))
+            why = f"it has no {columns[int(lacks[row].argmax())]}{apart}"
+        elif why is None and whole[key] > 1:
+            why = (
+                f"{whole[key]} rows of the tar have this key, so their ids would be equal: write the members of a row "
+                "next to each other, as `tar --sort=name` does, and give every row another key"
+            )
+        if why is not None:
+            bad.append((key, why))
             continue
         keys.append(key)
         kept.append(row)

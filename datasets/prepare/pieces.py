@@ -123,7 +123,7 @@ class CompressedLines(NamedTuple):
 
     def documents(self) -> Iterator[Document]:
         """Yield the documents; blank lines are none."""
-        codec, at = codec_of(self.path), 0
+        codec, at, line = codec_of(self.path), 0, 0
         try:
             with (
                 fsspec.open(self.path, "rb") as raw,
@@ -135,7 +135,10 @@ class CompressedLines(NamedTuple):
                         was, at = at, raw.tell()
                         yield Document(at - was, text, f"line {line} of {self.path} {why}")
         except (OSError, pa.ArrowException) as error:
-            raise DataError(f"{self.path} is not a complete {codec} file: {error}") from error
+            raise DataError(
+                f"{self.path} is not a complete {codec} file: {error}, after line {line}. Write or download it "
+                "again, or leave it out"
+            ) from error
 
 
 class Rows(NamedTuple):

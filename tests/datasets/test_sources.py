@@ -96,7 +96,8 @@ def test_other_values_of_the_same_size_and_range_change_the_fingerprint(tmp_path
 
 
 def test_a_missing_path_names_its_neighbours(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"dat does not exist; did you mean 'data'\? There is: data"):
+    (folder.parent / ".headway-index").mkdir()
+    with pytest.raises(DataError, match=r"dat does not exist; did you mean 'data'\? There is: data in "):
         read_source(folder.parent / "dat")
     with pytest.raises(DataError, match="no file matches .*nothing"):
         read_source(folder / "nothing*.parquet")

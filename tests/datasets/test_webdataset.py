@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import subprocess
 import tarfile
@@ -101,14 +102,53 @@ def test_a_damaged_row_is_named_and_skipped_only_on_request(
     assert "1 damaged rows of" in caplog.text
 
 
-def test_a_truncated_or_foreign_file_is_named(tmp_path: Path) -> None:
+def test_a_truncated_damaged_or_foreign_file_is_named_with_the_place(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "rows.tar", range(20))
-    path.write_bytes(path.read_bytes()[: 512 * 58 + 600])
-    with pytest.raises(DataError, match="rows.tar is not a complete tar file"):
+    content = path.read_bytes()
+    advice = "Write or download it again, or leave it out of path$"
+    path.write_bytes(content[: 512 * 58 + 600])
+    with pytest.raises(
+        DataError,
+        match=rf"rows\.tar is not a complete tar file: .*, after the header of .* at byte \d+\. {advice}",
+    ):
+        WebDataset(path).open()
+    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+        before, following = tar.getmembers()[6:8]
+    path.write_bytes(content[: following.offset] + b"damage" * 20 + content[following.offset + 120 :])
+    at = f"the next header is damaged, after the header of {before.name} at byte {before.offset}"
+    with pytest.raises(DataError, match=rf"rows\.tar is not a complete tar file: {at}\. {advice}"):
         WebDataset(path).open()
     path.write_text("no tar" * 1000)
-    with pytest.raises(DataError, match="rows.tar is not a complete tar file"):
+    with pytest.raises(DataError, match=rf"rows\.tar is not a complete tar file: .*, at its start\. {advice}"):
         WebDataset(path).open()
+
+
+@pytest.mark.parametrize("keep", [0, 2000, -4])
+def test_a_truncated_compressed_tar_is_named_with_the_place(tmp_path: Path, keep: int) -> None:
+    plain = write_tar(tmp_path / "rows.tar", range(20))
+    path = tmp_path / "packed" / "rows.tar.gz"
+    path.parent.mkdir()
+    path.write_bytes(gzip.compress(plain.read_bytes(), 0)[:keep])
+    message = (
+        r"packed/rows\.tar\.gz is not a complete gzip file: .*, after \d+ bytes of what it holds\. Write or download"
+    )
+    with pytest.raises(DataError, match=message):
+        WebDataset(path).open()
+    path.write_bytes(gzip.compress(plain.read_bytes()[:-2048]))
+    with pytest.raises(DataError, match=r"packed/rows\.tar\.gz is not a complete tar file: .* at byte"):
+        WebDataset(path).open()
+
+
+def test_rows_of_one_tar_with_equal_keys_are_refused(tmp_path: Path) -> None:
+    """Their ids would be equal; most often they are one row, whose members are not next to each other."""
+    path = members(tmp_path / "rows.tar", "0.jpg", "0.cls", "1.jpg", "1.cls", "0.jpg", "0.cls")
+    with pytest.raises(
+        DataError, match=r"rows\.tar/0 is not a row: 2 rows .* have this key.* next to each other, .*, and 1 more rows"
+    ):
+        WebDataset(path).open()
+    assert WebDataset(path, on_bad_row="skip").open().tars[0].keys == ("1",)
+    path = members(tmp_path / "rows.tar", "0.jpg", "0.cls", "1.jpg", "1.cls", "0.txt")
+    assert WebDataset(path, columns=["jpg", "cls"], on_bad_row="skip").open().tars[0].keys == ("0", "1")
 
 
 def test_the_index_is_built_once_and_the_fingerprint_follows_the_contents(
@@ -116,7 +156,7 @@ def test_the_index_is_built_once_and_the_fingerprint_follows_the_contents(
 ) -> None:
     built: list[str] = []
     build = webdataset._build
-    monkeypatch.setattr(webdataset, "_build", lambda found: (built.append(found.path), build(found))[1])
+    monkeypatch.setattr(webdataset, "_build", lambda found, *shown: (built.append(found.path), build(found, *shown))[1])
     path = write_tar(tmp_path / "here" / "rows.tar", range(20))
     before = WebDataset(path, index=tmp_path / "index").open().fingerprint
     assert WebDataset(path, index=tmp_path / "index").open().fingerprint == before

@@ -111,7 +111,7 @@ def test_a_row_without_text_is_named(tmp_path: Path) -> None:
 def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "rows.jsonl.gz", rows_of(DOCUMENTS))
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(DataError, match=r"rows\.jsonl\.gz is not a complete gzip file"):
+    with pytest.raises(DataError, match=r"rows\.jsonl\.gz is not a complete gzip file: .*, after line \d+\. Write"):
         prepare_text(path, tmp_path / "out", row_length=None)
 
 

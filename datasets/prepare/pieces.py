@@ -19,7 +19,7 @@ from ..errors import DataError
 from ..formats.base import DataFormat, Fragment, OnBadRow
 from ..formats.hugging_face import HuggingFace, HuggingFaceRows
 from ..formats.images import ImageFiles
-from ..formats.index_cache import codec_of
+from ..formats.index_cache import codec_of, sample_digest
 from ..formats.jsonl import SUFFIXES as JSONL_SUFFIXES, JsonLines
 from ..formats.webdataset import TarRows
 from ..paths import SUFFIXES as PARQUET_SUFFIXES, Found, Paths, absolute, find, find_all, name_files, nearest
@@ -28,6 +28,9 @@ from ..sources import Parquet
 from .inputs import find_files
 
 _READ_BYTES = 2**20
+# As git does, a file is taken for binary if there is a zero byte at its start. Some compressed files have none there.
+_CHECKED_BYTES = 8000
+_COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ", b"PK\x03\x04")
 
 
 class Document(NamedTuple):
@@ -66,8 +69,13 @@ class TextFile(NamedTuple):
     size: int
 
     def documents(self) -> Iterator[Document]:
-        """Yield the document; invalid UTF-8 becomes U+FFFD."""
-        yield Document(self.size, _read(self.path).decode("utf-8", errors="replace"), self.path)
+        """Yield the document; invalid UTF-8 becomes U+FFFD. A file that is not text is damaged."""
+        data = _read(self.path)
+        if b"\0" in data[:_CHECKED_BYTES] or data.startswith(_COMPRESSED):
+            why = "is not text in UTF-8, but compressed, binary or in another encoding: convert it"
+            yield Document(self.size, None, f"{self.path} {why}")
+        else:
+            yield Document(self.size, data.decode("utf-8", errors="replace"), self.path)
 
 
 class LineRange(NamedTuple):
@@ -217,7 +225,12 @@ def find_pieces(
                 LineRange(each.path, start, min(start + part_bytes, size), column)
                 for start in range(0, size, part_bytes)
             ]
-    return pieces, list(zip(name_files(files), sizes, strict=True))
+    # Other contents of the same size are noticed where the file can be read at no cost.
+    named = [
+        name if "://" in each.path else f"{name} {sample_digest(each)}"
+        for name, each in zip(name_files(files), files, strict=True)
+    ]
+    return pieces, list(zip(named, sizes, strict=True))
 
 
 def group(pieces: Sequence[Piece], part_bytes: int) -> list[tuple[Piece, ...]]:

@@ -115,6 +115,18 @@ def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
         prepare_text(path, tmp_path / "out", row_length=None)
 
 
+@pytest.mark.parametrize("content", [gzip.compress(b"text"), b"\x28\xb5\x2f\xfd text", "text".encode("utf-16")])
+def test_a_file_that_is_not_text_is_named(tmp_path: Path, content: bytes) -> None:
+    """Its bytes would become U+FFFD, and be trained on."""
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "a.txt").write_text("a document")
+    (tmp_path / "raw" / "b.txt").write_bytes(content)
+    with pytest.raises(DataError, match=r"b\.txt is not text in UTF-8, but .*: convert it\. Mend it, or leave such"):
+        prepare_text(tmp_path / "raw", tmp_path / "out", row_length=None)
+    made = prepare_text(tmp_path / "raw", tmp_path / "skipped", row_length=None, on_bad_row="skip")
+    assert (documents_of(made.path), made.skipped_rows) == (["a document"], 1)
+
+
 def test_files_of_several_kinds_are_refused(tmp_path: Path) -> None:
     write_lines(tmp_path / "raw" / "rows.jsonl", rows_of(DOCUMENTS))
     (tmp_path / "raw" / "README.md").write_text("about")

@@ -167,6 +167,12 @@ def test_other_options_in_the_same_folder_show_the_difference(texts: Path, tmp_p
         prepare_text(texts, tmp_path / "out", **{**OPTIONS, "row_length": 12})
     with pytest.raises(DataError, match="tail was 'drop' and is 'pad'; pad was None and is 0"):
         prepare_text(texts, tmp_path / "out", **OPTIONS, tail="pad")
+    file = texts / "e.txt"
+    before = file.read_text()
+    file.write_text(before[::-1])
+    with pytest.raises(DataError, match="inputs was '5 files, .* and is '5 files"):
+        prepare_text(texts, tmp_path / "out", **OPTIONS)
+    file.write_text(before)
     (texts / "new.txt").write_text("more")
     with pytest.raises(DataError, match="inputs was '5 files, .* and is '6 files"):
         prepare_text(texts, tmp_path / "out", **OPTIONS)

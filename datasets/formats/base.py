@@ -38,6 +38,11 @@ def check_options(columns: Sequence[str] | None, on_bad_row: str, name: str = "c
 def check_format(data: object, name: str = "data") -> None:
     """Raise a `DataError` if `data`, the argument `name`, is no `DataFormat`."""
     if isinstance(data, type) or not callable(getattr(data, "open", None)) or isinstance(data, os.PathLike):
+        if hasattr(data, "iter_torch_batches"):
+            raise DataError(
+                f"{name} must be data of a format, got a {type(data).__name__} of Ray Data: in place of the Stream, "
+                "return RayDataset(dataset), from headway.datasets.formats.ray_dataset"
+            )
         raise DataError(
             f"{name} must be data of a format, such as JsonLines(path), Parquet(path), WebDataset(path), Images(path) "
             f"or HuggingFace(dataset), got a {type(data).__name__}"

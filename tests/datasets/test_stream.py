@@ -570,3 +570,11 @@ def test_row_groups_that_are_too_large_for_the_shuffle_are_named(
 def test_what_is_no_format_is_refused(data: Any) -> None:
     with pytest.raises(DataError, match=rf"data must be data of a format, such as .*, got a {type(data).__name__}"):
         Stream(data)
+
+
+def test_a_dataset_of_ray_data_in_a_stream_is_told_what_to_return() -> None:
+    class Dataset:
+        def iter_torch_batches(self) -> None: ...
+
+    with pytest.raises(DataError, match=r"got a Dataset of Ray Data: in place of the Stream, return RayDataset"):
+        Stream(Dataset())  # type: ignore[arg-type]

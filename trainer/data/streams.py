@@ -23,13 +23,13 @@ def as_stream(data: Any) -> BatchStream:
         return data
     if isinstance(data, DataLoader) and unsupported_part(data) is None:
         return LoaderStream(data)
-    if not isinstance(data, (str, bytes, Mapping)) and (isinstance(data, Iterable) or callable(data)):
-        return IterableStream(data)
-    if hasattr(data, "iter_torch_batches"):
+    if hasattr(data, "iter_torch_batches"):  # a Dataset has __iter__, which raises a TypeError
         raise ConfigError(
             f"cannot read batches from a {type(data).__name__} of Ray Data by itself: return RayDataset(dataset), from "
             "headway.datasets.formats.ray_dataset"
         )
+    if not isinstance(data, (str, bytes, Mapping)) and (isinstance(data, Iterable) or callable(data)):
+        return IterableStream(data)
     if hasattr(data, "open") and type(data).__module__.startswith("headway.datasets."):
         raise ConfigError(
             f"a {type(data).__name__} has rows, not batches: return Stream({type(data).__name__}(...)), from "

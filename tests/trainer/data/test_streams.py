@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -853,6 +853,9 @@ def test_an_error_while_reading_names_the_rows(num_workers: int) -> None:
 def test_a_dataset_of_ray_data_is_told_what_to_return() -> None:
     class Dataset:
         def iter_torch_batches(self) -> None: ...
+
+        def __iter__(self) -> NoReturn:  # as in Ray
+            raise TypeError("`Dataset` objects aren't iterable")
 
     with pytest.raises(ConfigError, match=r"return RayDataset\(dataset\), from headway.datasets.formats.ray_dataset"):
         as_stream(Dataset())

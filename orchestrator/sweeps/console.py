@@ -119,7 +119,7 @@ class SweepConsole:
         if result.objectives:
             self.line(f"not dominated: {', '.join(each.name for each in result.pareto)}")
         self.line(f"its files: {result.sweep_dir}")
-        if result.status in ("interrupted", "stopped"):
+        if result.status in ("interrupted", "stopped", "time_limit"):
             self.line("to resume, start it again")
         if result.failed:
             self.line("to retry the failed trials, fix the cause and start it again with --retry-failed")

@@ -438,6 +438,10 @@ def test_a_time_budget_stops_a_start_of_the_sweep_and_not_its_trials(tmp_path: P
     trial = read_stop_request(Folder(lead.sweep.folder.path("trial-000")))
     assert trial is not None
     assert trial.status == "interrupted"
+    lead.sweep.update(status="time_limit", reason=asked.reason)
+    said = io.StringIO()
+    SweepConsole("validation/loss", "min", Console(file=said)).end(SweepResult.read(lead.sweep.sweep_dir))
+    assert "to resume, start it again" in said.getvalue()
 
 
 def test_the_resources_of_a_trial_may_be_searched(tmp_path: Path) -> None:

@@ -38,6 +38,11 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     return bool(getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
+def has_tensor_hooks(parameter: nn.Parameter) -> bool:
+    """Whether `register_hook` has given a parameter a hook; False if torch does not tell."""
+    return bool(getattr(parameter, "_backward_hooks", None))
+
+
 def written_arguments(operator: Any) -> list[tuple[int, str]]:
     """Return position and name of the arguments that an operator changes in place; by its name without a schema."""
     if (schema := getattr(operator, "_schema", None)) is None:

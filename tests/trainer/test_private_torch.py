@@ -292,6 +292,8 @@ def test_hooks_of_a_parameter_are_found_or_it_seems_to_have_none() -> None:
     watched.register_post_accumulate_grad_hook(lambda parameter: None)
     assert [private_torch.has_gradient_hooks(each) for each in (plain, masked, watched)] == [False, True, True]
     assert not private_torch.has_gradient_hooks(object())  # type: ignore[arg-type]
+    assert [private_torch.has_tensor_hooks(each) for each in (plain, masked, watched)] == [False, True, False]
+    assert not private_torch.has_tensor_hooks(object())  # type: ignore[arg-type]
 
 
 def test_a_group_tells_its_store_or_none() -> None:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ..distributed.dtensor import unwrap
 from ..errors import ConfigError, StepError
 from ..loop.context import RunContext
+from ..private_torch import has_tensor_hooks
 from ..step.first_update import differing_on_ranks
 from .program import Program
 
@@ -34,9 +35,17 @@ class TrainableCheck:
 
         Raises:
             StepError: an attribute that held a model, an optimizer or data at setup holds another one.
-            ConfigError: an attribute is a `GradScaler`, and not for `configure_loss_scaler`.
+            ConfigError: an attribute is a `GradScaler`, and not for `configure_loss_scaler`; or FSDP2 would not call
+                the hook of a parameter.
         """
         ctx = self._ctx
+        for name, model in ctx.models.items():
+            for path, parameter in model.named_parameters():
+                if isinstance(parameter, DTensor) and has_tensor_hooks(parameter):
+                    raise ConfigError(
+                        f"{name}.{path} has a hook, which is not called for a sharded parameter: change gradients in "
+                        "on_gradients_ready(), or use parallel.strategy='ddp'"
+                    )
         for name, value in vars(self._program).items():
             if isinstance(value, torch.amp.GradScaler) and not self._program.overrides_loss_scaler:
                 raise ConfigError(

@@ -749,6 +749,23 @@ def test_attributes_and_references_of_parameters_are_kept_or_refused() -> None:
             assert refusal.startswith(message)
 
 
+def _hooks_after_sharding(world: World) -> str:
+    class Hooks(TinyTrainer):
+        def configure_optimizers(self) -> None:
+            super().configure_optimizers()
+            self.model.last.weight.register_hook(torch.zeros_like)
+
+    config = TinyConfig(max_steps=1, global_batch_size=8, parallel=ParallelConfig(strategy="fsdp"))
+    with pytest.raises(ConfigError) as raised:
+        Hooks(config, world=world).setup()
+    return str(raised.value)
+
+
+def test_a_hook_of_a_parameter_that_is_sharded_already_is_refused() -> None:
+    for message in run_on_ranks(_hooks_after_sharding, 2):
+        assert message.startswith("model.last.weight has a hook, which is not called for a sharded parameter")
+
+
 def test_hooks_and_classes_of_parameters_are_kept() -> None:
     trainer, _ = _setup(_hooked)
     before = trainer.model.last.weight.detach().clone()

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..distributed.dtensor import unwrap
+from ..distributed.fsdp import sharded_roots
 from ..errors import ConfigError, StepError
 from ..loop.context import RunContext
 from ..private_torch import has_tensor_hooks
@@ -40,7 +41,7 @@ class TrainableCheck:
         """
         ctx = self._ctx
         for name, model in ctx.models.items():
-            for path, parameter in model.named_parameters():
+            for path, parameter in model.named_parameters() if sharded_roots(model) else ():
                 if isinstance(parameter, DTensor) and has_tensor_hooks(parameter):
                     raise ConfigError(
                         f"{name}.{path} has a hook, which is not called for a sharded parameter: change gradients in "

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +13,8 @@ from headway.trainer.trainer import Trainer
 
 from ..config.experiment import Experiment
 from ..storage.events import EventWriter
-from .worker import Task
+from .script_settings import unpickle_with_settings
+from .worker import Task, enter_driver_folders
 
 _MOST_FAILURES = 3
 
@@ -126,9 +125,7 @@ class _Worker:
     """The actor: a trainer of its own, in one process."""
 
     def __init__(self, task: Task, training: bytes, threads: int) -> None:
-        if os.path.isdir(task.current_dir):
-            os.chdir(task.current_dir)
-        sys.path[:0] = [path for path in task.imports if path not in sys.path]
+        enter_driver_folders(task.current_dir, task.imports)
         torch.set_num_threads(threads)
         self._training = training
         self._trainer: Trainer[Any] | None = None
@@ -136,7 +133,7 @@ class _Worker:
     def prepare(self) -> None:
         """Build the models and open the data."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        trainer_class, config = ray.cloudpickle.loads(self._training)
+        trainer_class, config = unpickle_with_settings(self._training)
         # A roll-back needs a folder of checkpoints, which belongs to the training workers.
         trainer = trainer_class(replace(config, loss_spike=None), world=World.single(device))
         trainer.setup()

@@ -15,8 +15,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-import ray
-
 from headway.trainer.callbacks.base import Callback
 from headway.trainer.distributed.world import World
 from headway.trainer.loop.run_state import COMPONENTS
@@ -36,6 +34,7 @@ from ..storage.events import EventWriter, read_events
 from ..storage.folder import Folder, retry_storage
 from .fit import close, finished_result, keep_error, record_failure
 from .ray_train_thread import RayTrainThread, replace_ray_calls
+from .script_settings import unpickle_with_settings
 from .worker import Task, enter_driver_folders, has_accelerator, run_attempt
 from .worker_check import driver_versions
 from .worker_group import import_folders, pickle_experiment, polls_preemption
@@ -87,7 +86,7 @@ class Start:
         """
         enter_driver_folders(self.current_dir, self.imports)
         replace_ray_calls()
-        experiment: Experiment = with_values(ray.cloudpickle.loads(self.experiment), values)
+        experiment: Experiment = with_values(unpickle_with_settings(self.experiment), values)
         return experiment
 
 

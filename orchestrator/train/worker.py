@@ -41,6 +41,7 @@ from .failures.last_words import Recorder
 from .failures.retry_policy import name_process
 from .ray_train_thread import replace_ray_calls
 from .run_callback import RunCallback
+from .script_settings import unpickle_with_settings
 from .standby import Spares
 from .worker_check import check_worker
 
@@ -99,7 +100,7 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
     try:
         replace_ray_calls()
         task = replace(ray.cloudpickle.loads(settings["task"]), on_cpu=not has_accelerator())
-        return run_attempt(task, lambda: ray.cloudpickle.loads(settings["training"]))
+        return run_attempt(task, lambda: unpickle_with_settings(settings["training"]))
     except BaseException as error:
         name_process(error)
         raise

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copyreg
+import importlib
 import math
 import os
 import re
 import sys
 import sysconfig
 import time
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeGuard
@@ -34,6 +37,7 @@ from ..storage.scratch import scratch_folder
 from .elastic import RAY_LEARNS_S, RESIZING, is_sized_by_driver
 from .failures.cause import find_cause, raised_failure
 from .failures.retry_policy import Restart, RestartRequired, RetriesExhausted, RetryPolicy, failure_of, slots_beside
+from .script_settings import pickle_with_settings
 from .standby import environment
 from .worker import Task
 from .worker_check import driver_versions
@@ -300,25 +304,28 @@ def polls_preemption() -> bool:
 
 
 def pickle_trainer(experiment: Experiment) -> bytes:
-    """Return the pickled class and config of the trainer; definitions from a user's file travel by value."""
+    """Return the pickled class and config of the trainer, for `unpickle_with_settings`.
+
+    Definitions from a user's file travel by value.
+    """
     return _pickle((experiment.trainer, experiment.config), experiment)
 
 
 def pickle_experiment(experiment: Experiment) -> bytes:
-    """Return the pickled experiment; definitions from a user's file travel by value."""
+    """Return the pickled experiment, for `unpickle_with_settings`; definitions from a user's file travel by value."""
     return _pickle(experiment, experiment)
 
 
 def _pickle(value: object, experiment: Experiment) -> bytes:
+    scaling = experiment.scaling
     with pickling_by_value(experiment):
         try:
-            pickled: bytes = cloudpickle.dumps(value)
+            return pickle_with_settings(value, {*scaling.env, *scaling.runtime_env.get("env_vars", {})})
         except Exception as error:
             raise ConfigError(
                 f"{experiment.trainer.__name__} cannot be pickled for the workers ({type(error).__name__}: {error}): "
                 "create objects that cannot be pickled in a method of the trainer, not at the top of its file"
             ) from error
-    return pickled
 
 
 @contextmanager
@@ -328,6 +335,12 @@ def pickling_by_value(experiment: Experiment) -> Iterator[None]:
     modules = [module for name in names if is_user_file(module := sys.modules.get(name)) and module is not None]
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
+    # Code that uses torch.backends.cudnn refers to a module of another class, which cloudpickle cannot pickle.
+    for kind in {
+        type(module) for name, module in list(sys.modules.items()) if f"{name}.".startswith("torch.backends.")
+    }:
+        if issubclass(kind, types.ModuleType) and kind is not types.ModuleType:
+            copyreg.pickle(kind, lambda module: (importlib.import_module, (module.__name__,)))
     try:
         yield
     finally:

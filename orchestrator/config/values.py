@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import Field, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,12 @@ def _check_field(section: Any, name: str, where: str) -> None:
         raise ConfigError(f"{where.removesuffix(f'.{name}')} is {section!r}, which has no field {name!r}")
     names = [each.name for each in fields(section) if each.init]
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=1)
+        # Such as a field of its config, in an experiment.
+        inner = [f"{outer}.{each.name}" for outer in names for each in _fields_of(getattr(section, outer))]
+        near = [each for each in inner if each.endswith(f".{name}")] or difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {where.removesuffix(name)}{near[0]}?" if near else f"it has {', '.join(names)}"
         raise ConfigError(f"{where}: {type(section).__name__} has no field {name!r}; {hint}")
+
+
+def _fields_of(value: Any) -> Sequence[Field[Any]]:
+    return fields(value) if is_dataclass(value) and not isinstance(value, type) else ()

@@ -245,6 +245,7 @@ def test_values_of_ray_are_checked_and_become_plain(tmp_path: Path, data: str) -
     check_paths(ours, ["config.max_steps", "config.checkpoint.keep_last", "name"])
     for path, message in {
         "config.max_step": "did you mean config.max_steps",
+        "max_steps": "max_steps: Experiment has no field 'max_steps'; did you mean config.max_steps?",
         "config.data.path": f"config.data is {data!r}, which has no field 'path'",
         "config.checkpoint.keep": "config.checkpoint.keep: CheckpointConfig has no field 'keep'; did you mean",
     }.items():

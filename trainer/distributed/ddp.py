@@ -38,7 +38,10 @@ _OPERATORS = ("__getitem__", "__len__", "__iter__", "__contains__")
 
 
 class ReplicatedModule(DistributedDataParallel):
-    """A replicated model with the attributes and methods of the user's module.
+    """A replicated model with the attributes, methods and names of the user's module.
+
+    Parameters, modules and the state dict have no prefix "module.", so that code which selects them by name or child
+    finds the same ones on any number of ranks.
 
     DDP averages the gradients of a backward pass only if the forward pass before it went through DDP. A forward pass
     through a part of the model, or through a method that calls the module inside, does not: its gradients would stay
@@ -75,6 +78,46 @@ class ReplicatedModule(DistributedDataParallel):
             # Without the reduction of gradients, DDP would also leave out the broadcast of buffers.
             self.require_forward_param_sync |= self.leaves_gradients
         return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        """Yield the parameters by their names in the module inside."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        """Yield the buffers by their names in the module inside."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """Yield the module inside, and those in it, by their names in it."""
+        return self.module.named_modules(*args, **kwargs)
+
+    def named_children(self) -> Any:
+        """Yield the children of the module inside."""
+        return self.module.named_children()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of the module inside."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the state of the module inside."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> ReplicatedModule:
+        """Set the mode of the module inside, too: it is not among the children."""
+        self.training = mode
+        self.module.train(mode)
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> ReplicatedModule:
+        """Apply a function to the module inside, and those in it."""
+        self.module.apply(fn)
+        return self
+
+    def _apply(self, *args: Any, **kwargs: Any) -> ReplicatedModule:
+        # What to(), cuda() and half() call.
+        self.module._apply(*args, **kwargs)
+        return self
 
     def leave_gradients(self) -> None:
         """Never reduce gradients, which the caller does before an optimizer steps."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -96,24 +97,22 @@ def replicate(model: nn.Module, config: ParallelConfig, world: World, *, gradien
         if buffer.is_contiguous() and not buffer.is_sparse:
             # A transposed dimension of size 1 has an unusual stride, with which DDP cannot broadcast a single buffer.
             buffer.data = buffer.data.reshape(-1).view(buffer.shape)
-    try:
-        replicated = ReplicatedModule(
-            model,
-            process_group=world.group,
-            device_ids=[world.device] if world.device.type == "cuda" else None,
-            gradient_as_bucket_view=not gradients_are_kept,
-            find_unused_parameters=config.find_unused_parameters,
-        )
-    except RuntimeError as error:
-        tensors = (*model.named_parameters(), *model.named_buffers())
-        unsent = [(name, each.dtype) for name, each in tensors if each.dtype in NOT_SENT_BY_GLOO]
-        if not unsent or "Invalid scalar type" not in str(error):
-            raise
-        name, dtype = unsent[0]
-        raise ConfigError(
-            f"parallel.strategy='ddp' broadcasts weights, but gloo does not send {name!r} of dtype {dtype}: keep it in "
-            "another dtype, such as int32 or bfloat16, or use parallel.strategy='fsdp', which sends its bytes"
-        ) from error
+    if "gloo" in dist.get_backend(world.group):
+        # Before DDP broadcasts them: a rank may see gloo's error in a later collective.
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.is_cpu and tensor.dtype in NOT_SENT_BY_GLOO:
+                raise ConfigError(
+                    f"parallel.strategy='ddp' broadcasts weights, but gloo does not send {name!r} of dtype "
+                    f"{tensor.dtype}: keep it in another dtype, such as int32 or bfloat16, or use "
+                    "parallel.strategy='fsdp', which sends its bytes"
+                )
+    replicated = ReplicatedModule(
+        model,
+        process_group=world.group,
+        device_ids=[world.device] if world.device.type == "cuda" else None,
+        gradient_as_bucket_view=not gradients_are_kept,
+        find_unused_parameters=config.find_unused_parameters,
+    )
     if world.size > 2:  # the sum of two is the same in any order
         rebuild_buckets(replicated)
     return replicated

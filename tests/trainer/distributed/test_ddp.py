@@ -60,6 +60,53 @@ def test_the_first_update_adds_as_all_others_do() -> None:
             assert all(map(torch.equal, first, gradients))
 
 
+class _ByName(nn.Module):
+    """Parameters in the root and in children, which users select by name or child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.encoder = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        self.head = nn.Linear(3, 1)
+
+
+def _names(model: nn.Module) -> list[Any]:
+    return [
+        [name for name, _ in model.named_parameters()],
+        [name for name, _ in model.named_parameters("model", recurse=False)],
+        [name for name, _ in model.named_buffers()],
+        [name for name, _ in model.named_modules()],
+        [type(each).__name__ for each in model.modules()],
+        [name for name, _ in model.named_children()],
+        len(list(model.children())),
+        len(list(model.parameters())),
+        list(model.state_dict()),
+        [model.get_parameter("head.bias").shape, model.get_submodule("encoder.1").training],
+    ]
+
+
+def _same_names(world: World) -> None:
+    model = _ByName()
+    replicated = replicate(model, ParallelConfig(strategy="ddp"), world)
+    assert _names(replicated) == _names(model)
+    other = _ByName()
+    with torch.no_grad():
+        other.scale.fill_(7)
+    assert replicated.load_state_dict(other.state_dict()) == model.load_state_dict(other.state_dict())
+    other.load_state_dict(replicated.state_dict())
+    assert model.scale[0].item() == 7
+    assert [replicated.eval().training, model.training, model.encoder[1].training] == [False] * 3
+    assert [replicated.train().training, model.training, model.encoder[1].training] == [True] * 3
+    seen: list[nn.Module] = []
+    replicated.apply(seen.append)
+    assert set(seen) == set(model.modules())
+    assert {each.dtype for each in (replicated.double().scale, model.head.weight)} == {torch.float64}
+
+
+def test_a_replicated_model_has_the_names_and_children_of_the_model() -> None:
+    run_on_ranks(_same_names, 2)
+
+
 def _with_a_weight_that_gloo_lacks(world: World) -> None:
     model = nn.Linear(2, 1)
     model.register_buffer("codes", torch.zeros(3, dtype=torch.int16))

@@ -292,7 +292,12 @@ def add_shard_advice(error: BaseException) -> None:
             "the model was called outside of a step, where only forward gathers weights. Or weights were used in "
             "training_step after a forward pass: use them in on_step_end, when the weights of all models are shards"
         )
-    elif "Sharding propagation failed" in str(error):
+    elif "Cannot access storage of BatchedTensorImpl" in str(error):
+        error.add_note(
+            "torch.func (vmap, jacrev) called a model that FSDP2 has sharded, which gathers weights in forward: put "
+            "the call into a method of the model, or use parallel.strategy='ddp' and self.unwrap(self.model)"
+        )
+    elif "Sharding propagation failed" in str(error) or "does not have a sharding strategy" in str(error):
         error.add_note(
             "outside of steps the weights of a sharded model are shards (DTensor), which this operation does not "
             "support: make the change in configure_models(), or use parallel.strategy='ddp'"

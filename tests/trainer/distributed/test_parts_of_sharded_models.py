@@ -165,6 +165,17 @@ class Converts(TinyTrainer):
             self.model.to(torch.float64).to(torch.float32)
 
 
+class Shrinks(TinyTrainer):
+    @torch.no_grad()
+    def on_step_end(self) -> None:
+        self.model.last.weight.copy_(torch.renorm(self.model.last.weight, 2, 0, 0.3))
+
+
+class Differentiates(TinyTrainer):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return torch.func.vmap(torch.func.jacrev(self.model))(batch["x"]).square().mean()
+
+
 class ChangesInPlace(TinyTrainer):
     def on_step_end(self) -> None:
         for parameter in self.model.parameters():
@@ -223,11 +234,15 @@ def _train(world: World) -> dict[str, Any]:
     for trainer_class, said, advice in (
         (WeighsTasks, "to not have been used in the graph", "finds their shards: use parallel.strategy='ddp'"),
         (Prunes, "Sharding propagation failed", "make the change in configure_models()"),
+        (Shrinks, "renorm.*does not have a sharding strategy", "make the change in configure_models()"),
     ):
         trainer_class(_config(strategy="ddp"), world=world).fit()
         with pytest.raises(RuntimeError, match=said) as raised:
             trainer_class(_config(strategy="fsdp"), world=world).fit()
         assert advice in "".join(raised.value.__notes__)
+    with pytest.raises(RuntimeError, match="Cannot access storage") as raised:
+        Differentiates(_config(strategy="fsdp"), world=world).fit()
+    assert "put the call into a method of the model" in "".join(raised.value.__notes__)
     return found
 
 

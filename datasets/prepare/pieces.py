@@ -225,11 +225,8 @@ def find_pieces(
                 LineRange(each.path, start, min(start + part_bytes, size), column)
                 for start in range(0, size, part_bytes)
             ]
-    # Other contents of the same size are noticed where the file can be read at no cost.
-    named = [
-        name if "://" in each.path else f"{name} {sample_digest(each)}"
-        for name, each in zip(name_files(files), files, strict=True)
-    ]
+    # Samples, because other contents may have the same size.
+    named = [f"{name} {sample_digest(each)}" for name, each in zip(name_files(files), files, strict=True)]
     return pieces, list(zip(named, sizes, strict=True))
 
 

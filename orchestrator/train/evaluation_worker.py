@@ -12,8 +12,8 @@ from headway.trainer.distributed.world import World
 from headway.trainer.trainer import Trainer
 
 from ..config.experiment import Experiment
+from ..config.script_settings import unpickle_with_settings
 from ..storage.events import EventWriter
-from .script_settings import unpickle_with_settings
 from .worker import Task, enter_driver_folders
 
 _MOST_FAILURES = 3

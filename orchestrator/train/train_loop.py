@@ -23,6 +23,7 @@ from headway.trainer.trainer import Trainer
 from ..config.experiment import Experiment
 from ..config.loader import check_not_redacted
 from ..config.scaling import Scaling
+from ..config.script_settings import unpickle_with_settings
 from ..config.values import with_values
 from ..display.console import RunConsole
 from ..runs.open import OpenedRun, open_run, provenance_of
@@ -34,7 +35,6 @@ from ..storage.events import EventWriter, read_events
 from ..storage.folder import Folder, retry_storage
 from .fit import close, finished_result, keep_error, record_failure
 from .ray_train_thread import RayTrainThread, replace_ray_calls
-from .script_settings import unpickle_with_settings
 from .worker import Task, enter_driver_folders, has_accelerator, run_attempt
 from .worker_check import driver_versions
 from .worker_group import import_folders, pickle_experiment, polls_preemption

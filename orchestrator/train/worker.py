@@ -25,6 +25,7 @@ from headway.trainer.ownership.claim import claimed_by_driver
 from headway.trainer.result import FitResult
 from headway.trainer.trainer import Trainer
 
+from ..config.script_settings import unpickle_with_settings
 from ..errors import RunConflictError, StorageError
 from ..runs.ownership import lease_lost, takeover_message
 from ..runs.provenance import process_start_time
@@ -41,7 +42,6 @@ from .failures.last_words import Recorder
 from .failures.retry_policy import name_process
 from .ray_train_thread import replace_ray_calls
 from .run_callback import RunCallback
-from .script_settings import unpickle_with_settings
 from .standby import Spares
 from .worker_check import check_worker
 

@@ -26,6 +26,7 @@ from ..cluster.own_ray import is_on_loopback
 from ..cluster.ray_env import temporary_env
 from ..config.experiment import RAYS_BACKENDS, Experiment
 from ..config.scaling import Scaling
+from ..config.script_settings import pickle_with_settings
 from ..config.target import is_user_file
 from ..errors import TrainingFailedError
 from ..runs.requests import StopRequest, read_stop_request
@@ -37,7 +38,6 @@ from ..storage.scratch import scratch_folder
 from .elastic import RAY_LEARNS_S, RESIZING, is_sized_by_driver
 from .failures.cause import find_cause, raised_failure
 from .failures.retry_policy import Restart, RestartRequired, RetriesExhausted, RetryPolicy, failure_of, slots_beside
-from .script_settings import pickle_with_settings
 from .standby import environment
 from .worker import Task
 from .worker_check import driver_versions

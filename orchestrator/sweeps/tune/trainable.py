@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-import ray
 from ray import tune
 from ray.tune.search.repeater import TRIAL_INDEX
 
@@ -18,6 +17,7 @@ from headway.trainer.checkpoints.store import read_checkpoint
 from headway.trainer.errors import CheckpointError, ConfigError
 
 from ...config.experiment import Experiment
+from ...config.script_settings import unpickle_with_settings
 from ...config.values import check_paths
 from ...runs.open import open_run
 from ...runs.ownership import RUN_RECORD
@@ -76,7 +76,7 @@ def trainable(experiment: Experiment, *, metric: str | None = None) -> Any:
 
     def resources(config: dict[str, Any]) -> Any:
         # Called in the process of `Tuner.fit` for each new trial: a wrong name ends it before a trial starts.
-        check_paths(ray.cloudpickle.loads(start.experiment), config.keys() - {TRIAL_INDEX})
+        check_paths(unpickle_with_settings(start.experiment), config.keys() - {TRIAL_INDEX})
         return trial_resources(scaling, config)
 
     # Ray Tune names trials after the function.

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from ray import cloudpickle
 
-# Launchers set these, for one process or machine.
+# Launchers and libraries set these, for one process or machine.
 _OF_A_PROCESS = re.compile(
-    "RAY_|HEADWAY_|TUNE_|PYTHON|PYTEST_|LD_|SLURM_|TORCHELASTIC_|MASTER_|LOCAL_|GROUP_|ROLE_|WANDB_SERVICE|WANDB__|"
+    "RAY_|HEADWAY_|TUNE_|KMP_|CRC32C_|TORCHINDUCTOR_CACHE_DIR$|PYTHON|PYTEST_|LD_|SLURM_|TORCHELASTIC_|MASTER_|LOCAL_|GROUP_|ROLE_|WANDB_SERVICE|WANDB__|"
     "(NODE_RANK|RANK|WORLD_SIZE|OMP_NUM_THREADS|PATH|HOME|TMPDIR|PWD|OLDPWD|.*_VISIBLE_DEVICES)$"
 )
 

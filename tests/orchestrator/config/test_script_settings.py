@@ -50,7 +50,7 @@ if __name__ == "__main__":
 WORKER = """
 import json, sys
 sys.argv[1:] = ["of", "ray"]
-from headway.orchestrator.train.script_settings import unpickle_with_settings
+from headway.orchestrator.config.script_settings import unpickle_with_settings
 
 trainer, config = unpickle_with_settings(open("pickled", "rb").read())
 print(json.dumps(trainer(config).report()))

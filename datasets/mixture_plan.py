@@ -25,7 +25,7 @@ OnEnd = Literal["repeat", "stop", "drop"]
 
 # An interleave seldom gives a shard so many rows of a source more, or fewer, than the weight says.
 _DISCREPANCY = 16
-# Rows of each shard, for each source, from which on it is cheaper to count the rows of each source by arithmetic than to
+# Rows of each shard, for each source, from which on it is cheaper to count the rows of a source by arithmetic than to
 # compute the source of each row.
 _ROWS_TO_SKIP = 512
 # Rows of each shard that are counted together in the search for the end of a source, at first and at most; reads are

@@ -115,7 +115,11 @@ def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
         prepare_text(path, tmp_path / "out", row_length=None)
 
 
-@pytest.mark.parametrize("content", [gzip.compress(b"text"), b"\x28\xb5\x2f\xfd text", "text".encode("utf-16")])
+@pytest.mark.parametrize(
+    "content",
+    [gzip.compress(b"text"), b"\x28\xb5\x2f\xfd text", "text".encode("utf-16")],
+    ids=["gzip", "zstd", "UTF-16"],
+)
 def test_a_file_that_is_not_text_is_named(tmp_path: Path, content: bytes) -> None:
     """Its bytes would become U+FFFD, and be trained on."""
     (tmp_path / "raw").mkdir()

@@ -390,6 +390,11 @@ class Search:
         ):
             kinds = ", ".join(each.__name__ for each in get_args(Scheduler))
             raise ConfigError(f"scheduler must be one of {kinds}, or a TrialScheduler of Ray Tune, got {scheduler!r}")
+        if is_from(scheduler, "ray.tune.schedulers.resource_changing_scheduler"):
+            raise ConfigError(
+                f"scheduler={_class_of(scheduler)}(...) would change the resources of trials, which a sweep keeps: use "
+                "it in a Tuner of trainable(experiment)"
+            )
         if is_tune_scheduler(scheduler) and scheduler.metric not in (None, self.metric):
             raise ConfigError(
                 f"{_class_of(scheduler)} judges {scheduler.metric}, but the metric of the search is {self.metric}: "

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, HyperBandScheduler
+from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, HyperBandScheduler, ResourceChangingScheduler
 from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Repeater, Searcher
 from ray.tune.search.optuna import OptunaSearch
 from rich.console import Console
@@ -175,6 +175,8 @@ def test_what_a_searcher_cannot_do_is_refused(tmp_path: Path) -> None:
         ConfigError, match="AsyncHyperBandScheduler judges loss, but the metric of the search is validation/loss"
     ):
         Search(space=SPACE, scheduler=ASHAScheduler(metric="loss", mode="min"))
+    with pytest.raises(ConfigError, match=r"scheduler=ResourceChangingScheduler\(\.\.\.\) would change the resources"):
+        Search(space=SPACE, scheduler=ResourceChangingScheduler())
 
 
 def test_schedulers_of_ray_tune_are_taken() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +26,8 @@ from .schedulers import PBT, Scheduler, check_positive_ints, is_from, is_tune_sc
 from .space import Axis, Grid, LogUniform, Normal, Uniform, When, as_axis, contains
 from .space_checks import check_point, check_space, check_varied
 
+# What the schedulers and stoppers of Ray Tune can count: the last one is added by Ray Tune.
+_REPORTED = ("evaluations", "step", "training_iteration", "time_total_s")
 _ALGORITHMS = ("random", "grid", "tpe")
 # Random trials tried to find one in which a value is valid.
 _MOST_SAMPLES = 50
@@ -123,11 +126,11 @@ class Search:
             raise ConfigError(f"metric must be one name, got {self.metric!r}: name the others in objectives")
         if not self.metric.startswith(("validation/", "train/")):
             raise ConfigError(f"metric must start with 'validation/' or 'train/', got {self.metric!r}")
-        if not (self.stop is None or isinstance(self.stop, Mapping) or callable(self.stop)):
-            raise ConfigError(
-                f'stop must be a dict such as {{"evaluations": 20}}, a function or a Stopper of Ray Tune, '
-                f"got {self.stop!r}"
-            )
+        self._check_stop()
+        if not isinstance(self.callbacks, Sequence) or not all(
+            is_from(each, "ray.tune.callback") and not isinstance(each, type) for each in self.callbacks
+        ):
+            raise ConfigError(f"callbacks must be a list of objects of tune.Callback, got {self.callbacks!r}")
         self._check_objectives()
         self._check_scheduler()
         check_space(self.space, self.algorithm)
@@ -390,16 +393,8 @@ class Search:
         ):
             kinds = ", ".join(each.__name__ for each in get_args(Scheduler))
             raise ConfigError(f"scheduler must be one of {kinds}, or a TrialScheduler of Ray Tune, got {scheduler!r}")
-        if is_from(scheduler, "ray.tune.schedulers.resource_changing_scheduler"):
-            raise ConfigError(
-                f"scheduler={_class_of(scheduler)}(...) would change the resources of trials, which a sweep keeps: use "
-                "it in a Tuner of trainable(experiment)"
-            )
-        if is_tune_scheduler(scheduler) and scheduler.metric not in (None, self.metric):
-            raise ConfigError(
-                f"{_class_of(scheduler)} judges {scheduler.metric}, but the metric of the search is {self.metric}: "
-                "create it without metric and mode, because it gets those of the search"
-            )
+        if is_tune_scheduler(scheduler):
+            self._check_tune_scheduler(scheduler)
         for name in ("keep_best_trials", "max_checkpoint_bytes"):
             if getattr(self, name) is not None and self.is_population_based:
                 raise ConfigError(
@@ -410,6 +405,40 @@ class Search:
             raise ConfigError(
                 f"algorithm={name} cannot be used with PBT, which changes the values of trials while they train"
             )
+
+    def _check_tune_scheduler(self, scheduler: Any) -> None:
+        """Check a scheduler of Ray Tune, whose settings have no public attributes."""
+        name = _class_of(scheduler)
+        if is_from(scheduler, "ray.tune.schedulers.resource_changing_scheduler"):
+            raise ConfigError(
+                f"scheduler={name}(...) would change the resources of trials, which a sweep keeps: use "
+                "it in a Tuner of trainable(experiment)"
+            )
+        judged = scheduler.metric, getattr(scheduler, "_mode", None)
+        accepts = copy.deepcopy(scheduler).set_search_properties(self.metric, self.mode)
+        if not accepts and judged != (self.metric, self.mode):
+            raise ConfigError(
+                f"scheduler={name}(...) has metric={judged[0]!r} and mode={judged[1]!r}, but the search has "
+                f"{self.metric!r} and {self.mode!r}: create it without metric and mode, because it gets those of the "
+                "search"
+            )
+        time = getattr(scheduler, "_time_attr", None)
+        if time is not None and time not in _REPORTED:
+            raise ConfigError(f"scheduler={name}(...): time_attr must be one of {', '.join(_REPORTED)}, got {time!r}")
+        if unknown := [path for path in getattr(scheduler, "_hyperparam_mutations", ()) if path not in self.space]:
+            raise ConfigError(
+                f"scheduler={name}(...) changes {', '.join(unknown)}, which is not in the space: add an axis for it"
+            )
+
+    def _check_stop(self) -> None:
+        if not (self.stop is None or isinstance(self.stop, Mapping) or callable(self.stop)):
+            raise ConfigError(
+                f'stop must be a dict such as {{"evaluations": 20}}, a function or a Stopper of Ray Tune, '
+                f"got {self.stop!r}"
+            )
+        reported = (self.metric, *_REPORTED)
+        if isinstance(self.stop, Mapping) and (unknown := [key for key in self.stop if key not in reported]):
+            raise ConfigError(f"stop: a report has {', '.join(reported)}, but no {', '.join(map(repr, unknown))}")
 
 
 def _class_of(value: Any) -> str:

@@ -9,7 +9,7 @@ from headway.trainer.errors import ConfigError
 
 from .sampling import AXES, axis_of
 from .schedulers import PBT
-from .space import Choice, Grid, LogUniform, Normal, RandInt, Uniform, When, contains
+from .space import Choice, Grid, LogUniform, Normal, RandInt, Uniform, When, as_axis, contains
 
 _RANGES = (Uniform, LogUniform, RandInt, Normal)
 
@@ -24,6 +24,8 @@ def check_space(space: Mapping[str, Any], algorithm: Any) -> None:
     for path, axis in space.items():
         if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
             raise ConfigError(f"space: {path!r} is not a dotted path such as config.learning_rate")
+        if isinstance(axis, Mapping) and (nested := [key for key, value in axis.items() if _varies(value)]):
+            raise ConfigError(f"space: {path} is a nested dict: use dotted paths, such as {path}.{nested[0]}")
         if isinstance(axis, When):
             if axis.path not in before:
                 raise ConfigError(f"{path} depends on {axis.path}, which must come before it in the space")
@@ -34,6 +36,13 @@ def check_space(space: Mapping[str, Any], algorithm: Any) -> None:
             _check_occurs(path, axis, axis_of(space[axis.path]))
         _check_axis(path, axis_of(axis), algorithm)
         before.add(path)
+
+
+def _varies(value: Any) -> bool:
+    """Return whether a value is, or contains, something to search."""
+    if isinstance(value, Mapping) and "grid_search" not in value:
+        return any(map(_varies, value.values()))
+    return isinstance(as_axis(value), (*AXES, When))
 
 
 def _check_axis(path: str, axis: Any, algorithm: Any) -> None:

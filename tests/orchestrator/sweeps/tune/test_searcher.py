@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, HyperBandScheduler, ResourceChangingScheduler
+from ray import tune
+from ray.tune.schedulers import (
+    ASHAScheduler,
+    FIFOScheduler,
+    HyperBandScheduler,
+    PopulationBasedTraining,
+    ResourceChangingScheduler,
+)
 from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Repeater, Searcher
 from ray.tune.search.optuna import OptunaSearch
 from rich.console import Console
@@ -171,16 +178,39 @@ def test_what_a_searcher_cannot_do_is_refused(tmp_path: Path) -> None:
     own = OptunaSearch(space={RATE: optuna.distributions.FloatDistribution(0, 1)}, metric="validation/loss", mode="min")
     with pytest.raises(ConfigError, match="OptunaSearch already has a space"):
         searcher_of(Search(space=SPACE, algorithm=own), tmp_path)
-    with pytest.raises(
-        ConfigError, match="AsyncHyperBandScheduler judges loss, but the metric of the search is validation/loss"
-    ):
-        Search(space=SPACE, scheduler=ASHAScheduler(metric="loss", mode="min"))
-    with pytest.raises(ConfigError, match=r"scheduler=ResourceChangingScheduler\(\.\.\.\) would change the resources"):
-        Search(space=SPACE, scheduler=ResourceChangingScheduler())
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"scheduler": ASHAScheduler(metric="loss", mode="min")}, "has metric='loss' and mode='min', but the search"),
+        ({"scheduler": ASHAScheduler(metric="validation/loss", mode="max")}, "create it without metric and mode"),
+        ({"scheduler": ASHAScheduler(mode="min")}, "has metric=None and mode='min', but the search has"),
+        ({"scheduler": ASHAScheduler(time_attr="epoch")}, "time_attr must be one of evaluations, step, .* got 'epoch'"),
+        (
+            {"scheduler": PopulationBasedTraining(hyperparam_mutations={"config.hidden": [1, 2]})},
+            "changes config.hidden, which is not in the space",
+        ),
+        ({"scheduler": ResourceChangingScheduler()}, "would change the resources of trials"),
+        ({"stop": {"epochs": 3}}, "stop: a report has validation/loss, evaluations, .* but no 'epochs'"),
+        ({"callbacks": tune.Callback()}, "callbacks must be a list"),
+        ({"callbacks": [tune.Callback]}, "callbacks must be a list"),
+        ({"space": {"config": {"learning_rate": tune.uniform(0, 1)}}}, "dotted paths, such as config.learning_rate"),
+    ],
+)  # fmt: skip
+def test_parts_of_ray_tune_that_would_have_no_effect_are_refused(settings: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        Search(**{"space": SPACE, **settings})
 
 
 def test_schedulers_of_ray_tune_are_taken() -> None:
-    for scheduler, pauses in ((ASHAScheduler(), False), (FIFOScheduler(), False), (HyperBandScheduler(), True)):
+    own = ASHAScheduler(metric="validation/loss", mode="min", time_attr="step")
+    for scheduler, pauses in (
+        (ASHAScheduler(), False),
+        (own, False),
+        (FIFOScheduler(), False),
+        (HyperBandScheduler(), True),
+    ):
         search = Search(space=SPACE, scheduler=scheduler)
         assert search.pauses == pauses
         assert search.to_plain()["scheduler"] == type(scheduler).__qualname__

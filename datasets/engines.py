@@ -41,6 +41,8 @@ _WAITING_TASKS = 4
 # Tasks of one Ray Data execution for each of its readers. An execution ends only with all of its tasks, so closing a
 # stream waits for them. With 8 or less, readers idle while one execution follows another (Ray 2.60).
 _TASKS_PER_READER = 16
+# What threads read while Ray Data starts, as a multiple of what is read ahead: a first batch needs about two of it.
+_FIRST = 4
 _ERROR = "headway: error"
 # Key in the metadata of a table: the pickled jobs whose rows it has, to name the row of an error.
 _JOBS = b"headway: jobs"
@@ -98,21 +100,28 @@ def read_with_ray(
         readers: tasks that run at a time.
         ahead_rows: rows to read ahead.
         row_bytes: approximate size of a row.
-        cpus: CPUs of data nodes to reserve for each reader.
+        cpus: CPUs of data nodes to reserve for each reader. If it is 0, reading is cheap, and threads of this process
+            read the first rows: Ray Data needs seconds to start the processes of its tasks.
         log_placement: log where the tasks run.
     """
     rows_per_task = max(1, _TASK_BYTES // row_bytes)
     tasks = _tasks(epochs, rows_per_task)
     ahead = 1 + ahead_rows // rows_per_task
     nodes = DataNodes(readers, cpus, log_placement=log_placement)
+    first = [] if cpus else list(islice(tasks, _FIRST * ahead))
     current: _Execution | None = None
     following: _Execution | None = None
     try:
+        current = _Execution.start(tasks, transforms, readers, nodes)
+        yield from read_with_threads(first, transforms=transforms, readers=readers, ahead_rows=ahead_rows)
         while current or (current := _Execution.start(tasks, transforms, readers, nodes)):
             current.read_ahead(max(1, ahead - _WAITING_TASKS))
             for pieces in current:
-                # As soon as its first block fits beside the remaining ones; earlier would take more memory.
-                if following is None and current.left <= max(1, ahead - 1):
+                if current.left <= max(1, ahead - 1):
+                    # The rest fits, with the end, so nothing keeps its tasks from ending.
+                    current.read_ahead(max(2, ahead))
+                # Not while they run: for the tasks of the next execution Ray would start more processes, for seconds.
+                if following is None and current.has_read_all:
                     following = _Execution.start(tasks, transforms, readers, nodes)
                 yield from pieces
             current, following = following, None
@@ -166,6 +175,11 @@ class _Execution:
         with self._blocks.not_full:
             self._blocks.maxsize = blocks
             self._blocks.not_full.notify()
+
+    @property
+    def has_read_all(self) -> bool:
+        """Whether all tasks have ended."""
+        return not self._thread.is_alive()
 
     def __iter__(self) -> Iterator[list[Rows]]:
         while (block := self._blocks.get()) is not None:

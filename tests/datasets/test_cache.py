@@ -408,7 +408,9 @@ def test_the_warnings_of_reading_tasks_are_logged_by_the_process_that_trains(
 ) -> None:
     """Ray writes those of other processes to files only."""
     folder = tmp_path / "cache"
-    stream = opened(Parquet(f"file://{places['parquet']}", cache=Cache(folder, LARGE)), engine="ray")
+    data = Parquet(f"file://{places['parquet']}", cache=Cache(folder, LARGE))
+    # With a CPU for each task, none of the rows is read in this process.
+    stream = opened(data, engine="ray", reader_cpus=1)
     shutil.rmtree(folder)
     folder.write_text("not a folder")
     with caplog.at_level(logging.WARNING, logger="headway.datasets"):

@@ -215,8 +215,13 @@ def test_epochs_differ_and_repeat_on_any_world_size(folder: Path) -> None:
 
 
 @pytest.mark.ray
-def test_engines_agree_to_the_bit(folder: Path, ray_session: None) -> None:
-    assert steps(folder, engine="ray", tail="keep") == steps(folder, engine="threads", tail="keep")
+@pytest.mark.parametrize("reader_cpus", [0, 1])
+def test_engines_agree_to_the_bit(folder: Path, ray_session: None, reader_cpus: float) -> None:
+    """Without CPUs of their own, the first rows are read by threads of this process, and the others by Ray Data."""
+    stream = opened(folder, engine="ray", tail="keep", reader_cpus=reader_cpus)
+    on_ray = [[ids(batch) for batch in stream.epoch(epoch)] for epoch in range(6)]
+    stream.close()
+    assert on_ray == [steps(folder, engine="threads", tail="keep", epoch=epoch) for epoch in range(6)]
 
 
 @pytest.mark.ray

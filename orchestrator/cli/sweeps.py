@@ -29,5 +29,7 @@ def sweep(
     result = sweep_experiment(experiment, found, retry_failed=retry_failed, verbose=verbose)
     if result.status == "interrupted":
         raise typer.Exit(128 + (result.signal or 2))
+    if result.status == "time_limit":
+        raise typer.Exit(3)
     if result.trials and len(result.failed) == len(result.trials):
         raise typer.Exit(1)

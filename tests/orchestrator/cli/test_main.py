@@ -22,6 +22,8 @@ from headway.orchestrator import Choice, Experiment, RunResult, Search
 from headway.orchestrator.cli.main import _exit_code, app, main
 from headway.orchestrator.runs.open import open_run, open_sweep
 from headway.orchestrator.runs.run import Driver
+from headway.orchestrator.sweeps.record import TrialResult
+from headway.orchestrator.sweeps.result import SweepResult
 from headway.orchestrator.watchdog.worker import heartbeat_file, watch_folder
 from headway.trainer.checkpoints.format.file_checksums import FileChecksum
 from headway.trainer.checkpoints.format.manifest import Checkpoint, write_manifest
@@ -173,6 +175,20 @@ def test_the_page_of_a_run_has_its_ledger_and_where_its_processes_are(
 )
 def test_exit_codes(status: Any, signal: int | None, code: int) -> None:
     assert _exit_code(RunResult(status=status, reason="", run_dir="x", signal=signal)) == code
+
+
+@pytest.mark.parametrize(
+    ("status", "signal", "code"),
+    [("completed", None, 0), ("stopped", None, 0), ("time_limit", None, 3), ("interrupted", 15, 143)],
+)
+def test_exit_codes_of_a_sweep(
+    status: str, signal: int | None, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trials = [TrialResult(name="trial-000", index=0, values={}, run_dir="x", status="completed")]
+    result = SweepResult("x", status, "", trials, "train/loss", "min", signal=signal)
+    monkeypatch.setattr("headway.orchestrator.sweeps.search.resolve_search", lambda *_, **__: (None, None))
+    monkeypatch.setattr("headway.orchestrator.sweeps.sweep.sweep", lambda *_, **__: result)
+    assert run(capsys, "sweep", "x.py")[0] == code
 
 
 @pytest.fixture(scope="module")

@@ -360,6 +360,8 @@ def import_folders() -> tuple[str, ...]:
 
 def training_error(error: BaseException, run: Run) -> BaseException:
     """Return the error to raise for one of Ray's: the exception of the worker that failed first, or its death."""
+    if isinstance(error, ConfigError):
+        return error  # of the driver, before there were workers
     errors: dict[int, BaseException] = getattr(error, "worker_failures", None) or {}
     ended = error if isinstance(error, RetriesExhausted) else getattr(error, "controller_failure", None)
     events = [event for event in read_events(run.folder) if event.get("start") == run.lease]

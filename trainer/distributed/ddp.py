@@ -31,6 +31,10 @@ _ADVICE = {
         "where torch.func (vmap, grad, functional_call) called a model that DDP has wrapped: give it "
         "self.unwrap(self.model) and the named_parameters() of that, or put the call into a method of the model"
     ),
+    "Expected 'module', got": (
+        "torch.distributed.checkpoint.state_dict expects the names of a model that DDP has wrapped: give it "
+        "self.unwrap(self.model), which is right under every strategy"
+    ),
 }
 """What to do about torch's errors, by what they say."""
 
@@ -139,9 +143,9 @@ class ReplicatedModule(DistributedDataParallel):
 
 
 def add_ddp_advice(error: BaseException) -> None:
-    """Add a note to DDP's errors about backward passes that reach a part of a model."""
+    """Add a note to errors of torch about DDP that do not say what to change."""
     for said, advice in _ADVICE.items():
-        if isinstance(error, RuntimeError) and said in str(error):
+        if isinstance(error, (RuntimeError, AssertionError)) and said in str(error):
             error.add_note(advice)
 
 

@@ -37,6 +37,7 @@ from ..setup.compile_cache import CompileCache
 from ..setup.data import check_same_data, open_data, open_sets
 from ..setup.dry_run import Estimate, estimate_of
 from ..setup.float8 import check_float8, convert_to_float8
+from ..setup.main_guard import check_not_spawning
 from ..setup.metric_attributes import warn_of_metrics_never_reset
 from ..setup.models import make_models, parallelize_models, rejoin_process_group
 from ..setup.optimizers import make_optimizers
@@ -178,6 +179,7 @@ class Engine:
 
         `end` undoes it.
         """
+        check_not_spawning()
         began_s = time.perf_counter()
         self.activity.enter("setting up")
         self._running = ExitStack()
@@ -242,6 +244,7 @@ class Engine:
 
     def setup(self) -> None:
         """Build models, optimizers and data, once. Every rank must call this."""
+        check_not_spawning()
         self._rejoin_process_group()
         if self.is_set_up:
             return
@@ -332,6 +335,7 @@ class Engine:
         Args:
             elsewhere: skips checks of the data and the device, for a machine that will not train.
         """
+        check_not_spawning()
         self.check_config(elsewhere=elsewhere)
         if elsewhere:
             return

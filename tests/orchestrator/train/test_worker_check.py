@@ -64,6 +64,13 @@ def test_the_driver_raises_the_error_of_the_check_as_it_is(tmp_path: Path) -> No
     assert training_error(controller, run) is refused
 
 
+def test_an_error_of_the_driver_is_not_one_of_ray_train(tmp_path: Path) -> None:
+    """Such as a trainer that cannot be pickled."""
+    run = open_run(experiment(tmp_path)).run
+    refused = ConfigError("Net cannot be pickled for the workers")
+    assert training_error(refused, run) is refused
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [

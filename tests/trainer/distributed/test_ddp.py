@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.func import functional_call, grad, vmap
 from torch.utils.data import DataLoader
 
@@ -276,3 +277,20 @@ def test_gradients_of_samples_need_the_model_without_ddp() -> None:
     for trained, notes in run_on_ranks(_per_sample, 2):
         torch.testing.assert_close(trained, weights(alone))
         assert any("self.unwrap(self.model) and the named_parameters() of that" in note for note in notes)
+
+
+class _AsksTorchForItsState(TinyTrainer):
+    def on_step_end(self) -> None:
+        assert set(get_model_state_dict(self.unwrap(self.model))) == set(self.model.state_dict())
+        get_model_state_dict(self.model)
+
+
+def _states_of_torch(world: World) -> list[str]:
+    with pytest.raises(AssertionError, match="Expected 'module'") as raised:
+        _AsksTorchForItsState(TinyConfig(max_steps=1), world=world).fit()
+    return raised.value.__notes__
+
+
+def test_states_of_torchs_checkpoints_need_the_model_without_ddp() -> None:
+    for notes in run_on_ranks(_states_of_torch, 2):
+        assert any("give it self.unwrap(self.model), which is right under every strategy" in note for note in notes)

@@ -20,7 +20,7 @@ from ..distributed.dtensor import own_part, to_local
 from ..distributed.world import World
 from ..errors import CheckpointError
 from .format.file_checksums import FileChecksum
-from .format.plain_values import encode_state
+from .format.plain_values import Table, encode_state
 from .format.strict_json import check_memory, dump_json
 from .format.tensor_files import DTYPES, TensorFile
 
@@ -128,6 +128,7 @@ class Snapshot:
         world: World,
         is_replicated: Callable[[torch.Tensor], bool] = lambda _: True,
         known: Mapping[str, Shard] = MappingProxyType({}),
+        tables: dict[str, Table] | None = None,
     ) -> Snapshot:
         """Collect the state of every part.
 
@@ -139,6 +140,7 @@ class Snapshot:
                 others are written by the main rank.
             known: shards of the previous snapshot. Equal ones are used again: several new objects per tensor, alive
                 until the save ends, would make Python's garbage collector go through all objects of the process.
+            tables: of the previous snapshot, as `encode_state` takes them.
 
         Raises:
             CheckpointError: a state has something other than plain values and tensors, or tensors of two parts have the
@@ -148,7 +150,7 @@ class Snapshot:
         tensors: dict[str, torch.Tensor] = {}
         taken: set[str] = set()
         for part, owner in parts.items():
-            encoded[part], named = encode_state(part, owner.state_dict())
+            encoded[part], named = encode_state(part, owner.state_dict(), tables)
             _add_names(part, named, taken)
             tensors |= named
         of_rank: dict[str, Any] = {}
@@ -158,7 +160,7 @@ class Snapshot:
             _add_names(part, named, taken)
             rank_tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in named.items()}
         shards = _own_shards(tensors, world, is_replicated, known)
-        num_elements = {name: tensor.numel() for name, tensor in tensors.items()}
+        num_elements = dict(zip(tensors, map(torch.Tensor.numel, tensors.values()), strict=True))
         local = {name: each if type(each := tensors[name]) is torch.Tensor else to_local(each) for name in shards}
         return cls(encoded, of_rank, num_elements, shards, local, rank_tensors)
 

@@ -59,17 +59,15 @@ class Staging:
         """
         if layout != self._layout:
             self._buffers, self._layout = _allocate(tensors), layout
-        first, names, deferred = [], [], []
-        for name, tensor in tensors.items():
-            if changes_only_on_step(tensor):
-                names.append(name)
-                deferred.append(tensor)
-            else:
-                first.append(name)
-        versions = [version_of(tensor) for tensor in deferred]
+        can_wait = list(map(changes_only_on_step, tensors.values()))
+        names, deferred = (
+            list(itertools.compress(tensors, can_wait)),
+            list(itertools.compress(tensors.values(), can_wait)),
+        )
+        first = [name for name, waits in zip(tensors, can_wait, strict=True) if not waits]
         watched = {name: tensor for name, tensor in sharded.items() if changes_only_on_step(tensor)}
-        copies = [self._buffers[name] for name in names]
-        copy = Copy(dict(self._buffers), _Deferred(names, deferred, versions, copies), watched)
+        copies = list(map(self._buffers.__getitem__, names))
+        copy = Copy(self._buffers, _Deferred(names, deferred, list(map(version_of, deferred)), copies), watched)
         device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
         if device is None:
             self._copy_now(tensors, first, non_blocking=False)

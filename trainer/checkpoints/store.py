@@ -33,6 +33,7 @@ from .background import BackgroundSave, BackgroundSaver
 from .collective_errors import ConcurrentWriterError, gather_from_all, on_all_ranks, on_main
 from .format.file_checksums import FileChecksum
 from .format.manifest import MANIFEST, Checkpoint, CheckpointWarning, parse_manifest, write_manifest
+from .format.plain_values import Table
 from .reader import CheckpointReader, FetchedFiles
 from .retention import Mode, Retention, is_kept
 from .scan import ScannedCheckpoint, read_checkpoint, scan, split_path, verify_file
@@ -111,6 +112,7 @@ class CheckpointStore:
         self._staging = Staging()
         self._saver = BackgroundSaver()
         self._shards: dict[str, Shard] = {}
+        self._tables: dict[str, Table] = {}
         self._complete_shards: dict[str, Shard] | None = None
         self.began_after: int = 0
         self.ownership_problem: Callable[[], str | None] = _no_op
@@ -222,7 +224,9 @@ class CheckpointStore:
         rank_parts: Mapping[str, Stateful],
         is_replicated: Callable[[torch.Tensor], bool],
     ) -> Snapshot:
-        snapshot = Snapshot.of(parts, rank_parts, world=self.world, is_replicated=is_replicated, known=self._shards)
+        snapshot = Snapshot.of(
+            parts, rank_parts, world=self.world, is_replicated=is_replicated, known=self._shards, tables=self._tables
+        )
         self._shards = snapshot.shards
         return snapshot
 

@@ -79,10 +79,18 @@ class UnsavedState:
 
     def _changed_modules(self) -> list[str]:
         """Return the names of modules that no checkpoint has, and that have changed since the last call."""
-        saved = {id(tensor) for model in self._ctx.models.values() for tensor in model.parameters()}
         before, self._modules = self._modules, {}
-        for name, value in vars(self._program).items():
-            if isinstance(value, nn.Module) and (own := list(value.parameters())) and id(own[0]) not in saved:
+        models = set(map(id, self._ctx.models.values()))
+        others = {
+            name: value
+            for name, value in vars(self._program).items()
+            if isinstance(value, nn.Module) and id(value) not in models
+        }
+        if not others:
+            return []
+        saved = {id(tensor) for model in self._ctx.models.values() for tensor in model.parameters()}
+        for name, value in others.items():
+            if (own := list(value.parameters())) and id(own[0]) not in saved:
                 self._modules[name] = value, [version_of(tensor) for tensor in (*own, *value.buffers())]
         return [name for name, now in self._modules.items() if name in before and now != before[name]]
 

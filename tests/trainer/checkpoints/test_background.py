@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ from headway.trainer.distributed.mesh import Mesh
 from headway.trainer.distributed.parallelize import replicate, shard
 from tests.distributed import run_on_ranks
 from tests.tiny import TinyConfig, TinyTrainer, weights
+
+from .kept_state import KeptState
 
 ALONE = World.single("cpu")
 
@@ -161,6 +164,70 @@ def test_a_weight_that_a_step_changes_under_the_copy_is_never_committed(tmp_path
     for message in run_on_ranks(_intrude, 2, str(tmp_path), strategy):
         assert "models/model/first.weight was changed while it was being saved" in message
     assert CheckpointStore(tmp_path / "checkpoints", world=ALONE).list() == []
+
+
+def _rows(number: int) -> dict[str, dict[str, Any]]:
+    rows = {
+        f"weight{row}": {key: torch.full((2, 3), float(number + row)) for key in ("first", "second")} for row in (0, 1)
+    }
+    return {**rows, "bias": {"third": torch.ones(1)}}
+
+
+def _tied() -> dict[str, dict[str, Any]]:
+    rows = _rows(0)
+    rows["weight1"]["first"] = rows["weight0"]["first"]
+    return rows
+
+
+CHANGES: dict[str, Callable[[], dict[str, dict[str, Any]]]] = {
+    "values": lambda: _rows(7),
+    "tied": _tied,
+    "new row": lambda: _rows(0) | {"new": {"first": torch.ones(3)}},
+    "fewer rows": lambda: {"weight0": _rows(0)["weight0"]},
+    "no rows": dict,
+    "renamed row": lambda: {f"{row}_": each for row, each in _rows(0).items()},
+    "another key": lambda: {row: {f"{key}_": value for key, value in each.items()} for row, each in _rows(0).items()},
+    "keys in other rows": lambda: {
+        "weight0": _rows(0)["weight0"], "weight1": _rows(0)["weight1"] | _rows(0)["bias"], "bias": {}
+    },
+    "plain value": lambda: {"weight0": {**_rows(0)["weight0"], "step": 3}, "weight1": _rows(0)["weight1"]},
+    "tensor for a plain value": lambda: {"weight0": {"step": torch.ones(())}, "weight1": {"step": 2.5}},
+    "shape": lambda: {row: {key: torch.ones(4) for key in each} for row, each in _rows(0).items()},
+    "dtype": lambda: {row: {key: value.double() for key, value in each.items()} for row, each in _rows(0).items()},
+    "names that clash": lambda: {"a/b": {"c": torch.ones(1)}, "a": {"b/c": torch.zeros(1)}},
+    "key with a dollar": lambda: {"weight0": {"$tensor": torch.ones(1)}},
+    "key that is no text": lambda: {"weight0": {0: torch.ones(1)}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_state_may_change_its_structure_between_saves(tmp_path: Path, change: str) -> None:
+    store = CheckpointStore(tmp_path, world=ALONE)
+    part = KeptState()
+    for step, rows in enumerate((_rows(1), CHANGES[change](), _rows(3)), 1):
+        part.state = {"state": rows, "groups": [{"lr": 0.1 * step}]}
+        wanted = copy.deepcopy(part.state)
+        saving = store.begin_save(
+            {"part": part}, rank_parts={}, step=step, epoch=0, metrics={}, meta={},
+            changes_only_on_step=lambda tensor: True,
+        )  # fmt: skip
+        part.state["groups"][0]["lr"] = 0.0
+        part.state["state"]["later"] = {}
+        back = KeptState()
+        store.load({"part": back}, rank_parts={}, checkpoint=saving.result())
+        assert back.state["groups"] == wanted["groups"]
+        leaves, live = ([(row, *pair) for row, each in it["state"].items() for pair in each.items()]
+                        for it in (back.state, wanted))  # fmt: skip
+        assert [each[:2] for each in leaves] == [each[:2] for each in live]
+        assert back.state["state"].keys() == wanted["state"].keys()
+        for (*_, one), (*_, other) in zip(leaves, live, strict=True):
+            assert type(one) is type(other)
+            assert (
+                torch.equal(one, other) and one.dtype == other.dtype if isinstance(one, torch.Tensor) else one == other
+            )
+        assert [[one[2] is other[2] for other in leaves] for one in leaves] == [
+            [one[2] is other[2] for other in live] for one in live
+        ]
 
 
 class Unsaveable:

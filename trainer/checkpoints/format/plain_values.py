@@ -19,15 +19,17 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import itertools
 import math
+import operator
 import struct
 import sys
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import PurePath
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -37,6 +39,9 @@ from ...errors import CheckpointError
 
 _AS_IN_JSON = frozenset((str, bool, type(None)))
 _LEAVES = frozenset((int, float, bool, str, bytes, type(None)))
+_PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+_layout = operator.attrgetter("layout", "is_quantized", "is_nested", "is_meta")
+_PLAIN_LAYOUT = (torch.strided, False, False, False)
 _MANY_BYTES = 256
 _INT_LIMIT = 1 << 63
 _DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
@@ -44,18 +49,41 @@ _MAPPINGS = {"$dict": dict, "$ordered_dict": OrderedDict, "$counter": Counter}
 _NUMPY_KINDS = "biufc"
 
 
-def encode_state(part: str, state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+class Table(NamedTuple):
+    """The JSON of a dict of dicts of tensors, to be used again while the dicts have the same keys.
+
+    Attributes:
+        keys: of the outer dict, followed by those of all inner dicts.
+        lengths: of the inner dicts.
+        wanted: the name of each tensor unless it is tied to another.
+        names: the name of each tensor.
+        encoded: the JSON.
+    """
+
+    keys: list[str]
+    lengths: list[int]
+    wanted: list[str]
+    names: list[str]
+    encoded: dict[str, Any]
+
+
+def encode_state(part: str, state: Any, tables: dict[str, Table] | None = None) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return the JSON of a state, and its tensors by name ("part/key/key"), which are not copied.
 
-    Later changes of the state do not affect the JSON.
+    Later changes of the state do not affect the JSON, which must not be changed.
+
+    Args:
+        part: name of the part.
+        state: nested plain values and tensors.
+        tables: filled by this call, and used by later calls, which then take less time.
 
     Raises:
         CheckpointError: a value is neither plain nor a tensor; the message names its part and keys, and what to return
             from `state_dict` instead.
     """
-    tensors = _TensorNames()
+    tensors = _TensorNames({} if tables is None else tables)
     try:
-        return _encode(state, part, tensors), tensors.by_name
+        return _encode(state, part, tensors), tensors.detached()
     except RecursionError as error:
         raise CheckpointError(
             f"the state of part {part!r} contains itself, or is nested too deeply: return plain values from "
@@ -120,37 +148,58 @@ def iter_tensors(state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple
                 yield from iter_tensors(value, (*path, str(index)))
 
 
+def values_of_rows(rows: Mapping[Any, Any]) -> list[Any] | None:
+    """Return the values of a dict of dicts; None if not all of its values are dicts."""
+    if not set(map(type, rows.values())) <= {dict}:
+        return None
+    return list(itertools.chain.from_iterable(map(dict.values, rows.values())))
+
+
 class _TensorNames:
     """The names of the tensors of one part."""
 
-    def __init__(self) -> None:
-        self.by_name: dict[str, torch.Tensor] = {}
-        self._names: dict[int, str] = {}  # by id, so the named tensors are kept alive below
-        self._named: list[torch.Tensor] = []
+    def __init__(self, tables: dict[str, Table]) -> None:
+        self.tables = tables
+        self._by_name: dict[str, torch.Tensor] = {}
+        self._names: dict[int, str] = {}  # by id, which is unique because the tensors above are alive
 
     def add(self, wanted: str, tensor: torch.Tensor) -> str:
         """Return the tensor's name; a new tensor gets the wanted name, or the next free one."""
-        known = self._names.setdefault(id(tensor), wanted)
-        if known is not wanted:
-            return known
-        kind = type(tensor)
-        if kind is not torch.Tensor and kind is not torch.nn.Parameter:
-            _check_tensor_class(tensor, wanted)
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-            raise _refusal(wanted, tensor, "its dense or unquantised parts, such as values() or int_repr()")
-        if tensor.is_meta:
-            raise _refusal(wanted, tensor, "a tensor with values, which one on the meta device has not,")
-        name, count = wanted, 1
-        while name in self.by_name:
+        name = self._names.setdefault(id(tensor), wanted)
+        if name is not wanted:
+            return name
+        count = 1
+        while name in self._by_name:
             name, count = f"{wanted}#{count}", count + 1
             self._names[id(tensor)] = name
-        self.by_name[name] = tensor.detach() if tensor.requires_grad else tensor
-        self._named.append(tensor)
+        self._by_name[name] = tensor
         return name
 
+    def add_all(self, wanted: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[str] | None:
+        """Return the names of many tensors, of which each wants another; None, and add none, if one is not free."""
+        if not self._by_name.keys().isdisjoint(wanted):
+            return None
+        names = list(map(self._names.setdefault, map(id, tensors), wanted))
+        self._by_name.update(zip(names, tensors, strict=True))
+        return names
 
-def _check_tensor_class(tensor: torch.Tensor, path: str) -> None:
-    if isinstance(tensor, DTensor):
+    def detached(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by name, without their autograd graph.
+
+        Raises:
+            CheckpointError: one of them cannot be saved.
+        """
+        tensors = self._by_name.values()
+        if set(map(type, tensors)) - _PLAIN_TENSORS or any(map(_PLAIN_LAYOUT.__ne__, map(_layout, tensors))):
+            for name, tensor in self._by_name.items():
+                _check_tensor(tensor, name)
+        return {name: each.detach() if each.requires_grad else each for name, each in self._by_name.items()}
+
+
+def _check_tensor(tensor: torch.Tensor, path: str) -> None:
+    if type(tensor) in _PLAIN_TENSORS:
+        pass
+    elif isinstance(tensor, DTensor):
         local = tensor.to_local()
         if type(local) is not torch.Tensor:
             raise _refusal(path, local, "the plain tensors in it")
@@ -160,6 +209,10 @@ def _check_tensor_class(tensor: torch.Tensor, path: str) -> None:
         raise _refusal(path, tensor, "the plain tensors in it")
     elif not isinstance(tensor, (torch.nn.Parameter, torch.nn.Buffer)):
         raise _refusal(path, tensor, "tensor.as_subclass(torch.Tensor) of it")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise _refusal(path, tensor, "its dense or unquantised parts, such as values() or int_repr()")
+    if tensor.is_meta:
+        raise _refusal(path, tensor, "a tensor with values, which one on the meta device has not,")
 
 
 def _encode(value: Any, path: str, tensors: _TensorNames) -> Any:
@@ -176,6 +229,8 @@ def _encode(value: Any, path: str, tensors: _TensorNames) -> Any:
         return value if math.isfinite(value) else {"$float": _float_text(value)}
     if kind is dict:
         if all([type(key) is str and key[:1] != "$" for key in value]):
+            if (encoded := _encode_table(value, path, tensors)) is not None:
+                return encoded
             return {key: _encode(each, f"{path}/{key}", tensors) for key, each in value.items()}
         return {"$dict": _pairs(value, path, tensors)}
     if kind is list:
@@ -185,6 +240,31 @@ def _encode(value: Any, path: str, tensors: _TensorNames) -> Any:
     if kind is bytes:
         return {"$bytes": _encode_bytes(value, path, tensors)}
     return _encode_rare(value, kind, path, tensors)
+
+
+def _encode_table(rows: dict[str, Any], path: str, tensors: _TensorNames) -> Any:
+    """Encode a dict of dicts of tensors, such as the state of an optimizer; return None for any other.
+
+    In columns, by functions in C: models and optimizers have thousands of tensors, and a save delays the training.
+    """
+    values = values_of_rows(rows)
+    if not values or not set(map(type, values)) <= _PLAIN_TENSORS:
+        return None
+    keys, lengths = [*rows, *itertools.chain.from_iterable(rows.values())], list(map(len, rows.values()))
+    table = tensors.tables.get(path)
+    if table is None or table.keys != keys or table.lengths != lengths:
+        wanted = [f"{path}/{row}/{key}" for row, each in rows.items() for key in each]
+        if len(set(wanted)) != len(wanted) or any([type(key) is not str or key[:1] == "$" for key in keys]):
+            return None
+        table = Table(keys, lengths, wanted, [], {})
+    names = tensors.add_all(table.wanted, values)
+    if names is None:
+        return None
+    if names != table.names:  # in a new table, or because other tensors are tied
+        following = iter(names)
+        encoded = {row: {key: {"$tensor": next(following)} for key in each} for row, each in rows.items()}
+        table = tensors.tables[path] = table._replace(names=names, encoded=encoded)
+    return table.encoded
 
 
 def _encode_rare(value: Any, kind: type, path: str, tensors: _TensorNames) -> Any:

@@ -26,8 +26,11 @@ from .schedulers import PBT, Scheduler, check_positive_ints, is_from, is_tune_sc
 from .space import Axis, Grid, LogUniform, Normal, Uniform, When, as_axis, contains
 from .space_checks import check_point, check_space, check_varied
 
-# What the schedulers and stoppers of Ray Tune can count: the last one is added by Ray Tune.
-_REPORTED = ("evaluations", "step", "training_iteration", "time_total_s")
+# What the schedulers and stoppers of Ray Tune can count. Ray Tune adds all but the first three.
+_REPORTED = (
+    "evaluations", "step", "training_iteration", "time_total_s", "time_this_iter_s", "time_since_restore",
+    "iterations_since_restore", "timestamp",
+)  # fmt: skip
 _ALGORITHMS = ("random", "grid", "tpe")
 # Random trials tried to find one in which a value is valid.
 _MOST_SAMPLES = 50
@@ -414,7 +417,7 @@ class Search:
                 f"scheduler={name}(...) would change the resources of trials, which a sweep keeps: use "
                 "it in a Tuner of trainable(experiment)"
             )
-        judged = scheduler.metric, getattr(scheduler, "_mode", None)
+        judged = scheduler.metric, getattr(scheduler, "_mode", self.mode)
         accepts = copy.deepcopy(scheduler).set_search_properties(self.metric, self.mode)
         if not accepts and judged != (self.metric, self.mode):
             raise ConfigError(

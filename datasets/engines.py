@@ -117,18 +117,18 @@ def read_with_ray(
         while current or (current := _Execution.start(tasks, transforms, readers, nodes)):
             current.read_ahead(max(1, ahead - _WAITING_TASKS))
             for pieces in current:
-                if current.left <= max(1, ahead - 1):
-                    # The rest fits, with the end, so nothing keeps its tasks from ending.
+                if following is None and current.left <= max(1, ahead - 1):
+                    # The rest fits, with the end of the execution, so nothing keeps its tasks from ending.
                     current.read_ahead(max(2, ahead))
-                # Not while they run: for the tasks of the next execution Ray would start more processes, for seconds.
-                if following is None and current.has_read_all:
-                    following = _Execution.start(tasks, transforms, readers, nodes)
+                    following = _Execution.start(tasks, transforms, readers, nodes, previous=current)
                 yield from pieces
             current, following = following, None
     finally:
-        for each in (current, following):
-            if each is not None:
-                each.stop()
+        running = [each for each in (current, following) if each is not None]
+        for each in running:
+            each.stop()
+        for each in running:
+            each.join()
         nodes.release()
 
 
@@ -150,12 +150,21 @@ def _tasks(epochs: Iterable[Iterable[ReadJob]], rows_per_task: int) -> Iterator[
 
 
 class _Execution:
-    """One execution of Ray Data, drained by a thread so that it starts before its rows are needed."""
+    """One execution of Ray Data, drained by a thread so that it starts before its rows are needed.
+
+    It starts when the tasks of the previous one have ended: beside them, Ray would start more processes, for seconds.
+    """
 
     def __init__(
-        self, tasks: list[list[ReadJob]], transforms: Sequence[Transform], readers: int, nodes: DataNodes
+        self,
+        tasks: list[list[ReadJob]],
+        transforms: Sequence[Transform],
+        readers: int,
+        nodes: DataNodes,
+        previous: _Execution | None,
     ) -> None:
         self.left = len(tasks)
+        self._previous = previous
         self._blocks: queue.Queue[list[Rows] | BaseException | None] = queue.Queue(maxsize=1)
         self._stopped = threading.Event()
         self._dataset = _dataset(tasks, transforms, readers, nodes)
@@ -164,22 +173,22 @@ class _Execution:
 
     @classmethod
     def start(
-        cls, tasks: Iterator[list[ReadJob]], transforms: Sequence[Transform], readers: int, nodes: DataNodes
+        cls,
+        tasks: Iterator[list[ReadJob]],
+        transforms: Sequence[Transform],
+        readers: int,
+        nodes: DataNodes,
+        previous: _Execution | None = None,
     ) -> _Execution | None:
         """Start reading the next tasks; return None if there are none."""
         some = list(islice(tasks, _TASKS_PER_READER * readers))
-        return cls(some, transforms, readers, nodes) if some else None
+        return cls(some, transforms, readers, nodes, previous) if some else None
 
     def read_ahead(self, blocks: int) -> None:
         """Raise the number of blocks that may wait. It is one until it is this execution's turn."""
         with self._blocks.not_full:
             self._blocks.maxsize = blocks
             self._blocks.not_full.notify()
-
-    @property
-    def has_read_all(self) -> bool:
-        """Whether all tasks have ended."""
-        return not self._thread.is_alive()
 
     def __iter__(self) -> Iterator[list[Rows]]:
         while (block := self._blocks.get()) is not None:
@@ -189,8 +198,11 @@ class _Execution:
             yield block
 
     def stop(self) -> None:
-        """Stop the execution and wait until it has ended."""
+        """Discard all that follows; an execution that has not started never does."""
         self._stopped.set()
+
+    def join(self) -> None:
+        """Wait until a stopped execution has ended."""
         while self._thread.is_alive():
             while not self._blocks.empty():
                 self._blocks.get()
@@ -198,6 +210,11 @@ class _Execution:
 
     def _drain(self) -> None:
         end: BaseException | None = None
+        if self._previous is not None:
+            self._previous._thread.join()
+            self._previous = None
+            if self._stopped.is_set():
+                return
         try:
             # Not `iter_batches`: abandoned midway, it kills the processes of its tasks, and the next stream spends
             # seconds starting them again. Blocks come out as they were made: in task order, never split or merged.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import pickle
 import re
 import threading
@@ -16,6 +17,7 @@ import pyarrow as pa
 import pytest
 import torch
 
+from headway.datasets import engines
 from headway.datasets.batching import memory_limits
 from headway.datasets.engines import _tasks
 from headway.datasets.errors import DataError
@@ -333,6 +335,32 @@ def test_closing_leaves_no_execution_in_ray_data(
     while (running := _executors()) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not running
+
+
+@pytest.mark.ray
+def test_no_more_tasks_run_at_once_than_there_are_readers(
+    tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where one execution of Ray Data follows another, too: for more tasks, Ray would start more processes."""
+    monkeypatch.setattr(engines, "_TASKS_PER_READER", 2)
+    monkeypatch.setattr(engines, "_TASK_BYTES", 1)
+    write(tmp_path / "data" / "rows.parquet", range(400), group=10)
+    times = tmp_path / "times"
+    times.mkdir()
+
+    def slowly(rows: Any) -> Any:
+        begin = time.monotonic()
+        time.sleep(0.1)
+        (times / f"{begin}").write_text(f"{time.monotonic()}")
+        return rows
+
+    stream = opened(tmp_path / "data", engine="ray", transforms=[slowly], readers=2)
+    assert len(list(stream.epoch(0))) == 400 // 8
+    stream.close()
+    changes = [change for each in times.iterdir() for change in ((float(each.name), 1), (float(each.read_text()), -1))]
+    running = itertools.accumulate(change for _, change in sorted(changes))
+    assert len(changes) >= 2 * 40
+    assert max(running) == 2
 
 
 def _executors() -> list[str]:

@@ -41,8 +41,6 @@ _WAITING_TASKS = 4
 # Tasks of one Ray Data execution for each of its readers. An execution ends only with all of its tasks, so closing a
 # stream waits for them. With 8 or less, readers idle while one execution follows another (Ray 2.60).
 _TASKS_PER_READER = 16
-# What threads read while Ray Data starts, as a multiple of what is read ahead: a first batch needs about two of it.
-_FIRST = 4
 _ERROR = "headway: error"
 # Key in the metadata of a table: the pickled jobs whose rows it has, to name the row of an error.
 _JOBS = b"headway: jobs"
@@ -101,19 +99,30 @@ def read_with_ray(
         ahead_rows: rows to read ahead.
         row_bytes: approximate size of a row.
         cpus: CPUs of data nodes to reserve for each reader. If it is 0, reading is cheap, and threads of this process
-            read the first rows: Ray Data needs seconds to start the processes of its tasks.
+            read the rows until the processes of Ray Data have started, which takes seconds.
         log_placement: log where the tasks run.
     """
     rows_per_task = max(1, _TASK_BYTES // row_bytes)
     tasks = _tasks(epochs, rows_per_task)
     ahead = 1 + ahead_rows // rows_per_task
     nodes = DataNodes(readers, cpus, log_placement=log_placement)
-    first = [] if cpus else list(islice(tasks, _FIRST * ahead))
+    starting: _Execution | None = None
     current: _Execution | None = None
     following: _Execution | None = None
-    try:
+
+    def until_started(starting: _Execution) -> Iterator[list[ReadJob]]:
+        nonlocal current
+        while starting.is_running and (task := next(tasks, None)):
+            yield task
         current = _Execution.start(tasks, transforms, readers, nodes)
-        yield from read_with_threads(first, transforms=transforms, readers=readers, ahead_rows=ahead_rows)
+
+    try:
+        if not cpus:
+            starting = _Execution([[]] * readers, (), readers, nodes)
+            starting.read_ahead(readers + 1)
+            yield from read_with_threads(
+                until_started(starting), transforms=transforms, readers=readers, ahead_rows=ahead_rows
+            )
         while current or (current := _Execution.start(tasks, transforms, readers, nodes)):
             current.read_ahead(max(1, ahead - _WAITING_TASKS))
             for pieces in current:
@@ -124,7 +133,7 @@ def read_with_ray(
                 yield from pieces
             current, following = following, None
     finally:
-        running = [each for each in (current, following) if each is not None]
+        running = [each for each in (starting, current, following) if each is not None]
         for each in running:
             each.stop()
         for each in running:
@@ -161,7 +170,7 @@ class _Execution:
         transforms: Sequence[Transform],
         readers: int,
         nodes: DataNodes,
-        previous: _Execution | None,
+        previous: _Execution | None = None,
     ) -> None:
         self.left = len(tasks)
         self._previous = previous
@@ -183,6 +192,11 @@ class _Execution:
         """Start reading the next tasks; return None if there are none."""
         some = list(islice(tasks, _TASKS_PER_READER * readers))
         return cls(some, transforms, readers, nodes, previous) if some else None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a task may be running, or its rows wait for room."""
+        return self._thread.is_alive()
 
     def read_ahead(self, blocks: int) -> None:
         """Raise the number of blocks that may wait. It is one until it is this execution's turn."""

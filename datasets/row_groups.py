@@ -148,7 +148,7 @@ def _row_numbers(job: ReadJob) -> npt.NDArray[np.int64]:
 
 def read_table(jobs: Sequence[ReadJob]) -> pa.Table:
     """Return the rows of several jobs as one table with one chunk per job."""
-    return concat([read(job) for job in jobs])
+    return concat([read(job) for job in jobs]) if jobs else pa.table({})
 
 
 def chunks(table: pa.Table) -> Iterator[Rows]:

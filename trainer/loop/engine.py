@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,7 +38,6 @@ from ..setup.compile_cache import CompileCache
 from ..setup.data import check_same_data, open_data, open_sets
 from ..setup.dry_run import Estimate, estimate_of
 from ..setup.float8 import check_float8, convert_to_float8
-from ..setup.main_guard import check_not_spawning
 from ..setup.metric_attributes import warn_of_metrics_never_reset
 from ..setup.models import make_models, parallelize_models, rejoin_process_group
 from ..setup.optimizers import make_optimizers
@@ -179,7 +179,7 @@ class Engine:
 
         `end` undoes it.
         """
-        check_not_spawning()
+        _check_not_spawning()
         began_s = time.perf_counter()
         self.activity.enter("setting up")
         self._running = ExitStack()
@@ -244,7 +244,7 @@ class Engine:
 
     def setup(self) -> None:
         """Build models, optimizers and data, once. Every rank must call this."""
-        check_not_spawning()
+        _check_not_spawning()
         self._rejoin_process_group()
         if self.is_set_up:
             return
@@ -335,7 +335,7 @@ class Engine:
         Args:
             elsewhere: skips checks of the data and the device, for a machine that will not train.
         """
-        check_not_spawning()
+        _check_not_spawning()
         self.check_config(elsewhere=elsewhere)
         if elsewhere:
             return
@@ -485,3 +485,20 @@ def _as_list(given: Any, source: str) -> list[Any]:
     if not isinstance(given, Iterable):
         raise ConfigError(f"{source} must be a list, which may be empty, got {given!r}: return or pass [...]")
     return list(given)
+
+
+def _check_not_spawning() -> None:
+    """Check that this process is not being spawned, as worker processes of a `DataLoader` may be.
+
+    Such a process runs the script again before it does its work. Under `torchrun` it would join the ranks as one of
+    them, and all would wait for each other.
+
+    Raises:
+        ConfigError: the script starts a run without a guard.
+    """
+    # Private: by this attribute, `multiprocessing` itself refuses to start processes then.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigError(
+            "a process that this script has spawned, such as a DataLoader worker, imports the script and would start "
+            'the run again: put what starts it below `if __name__ == "__main__":`'
+        )

@@ -55,7 +55,8 @@ def fit(
         display: shows the run; by default on standard output.
 
     Raises:
-        ConfigError: the arguments are invalid, the cluster requires a token, or the machines do not suffice.
+        ConfigError: the arguments are invalid, the trainer cannot be pickled, the cluster requires a token, or the
+            machines do not suffice.
         RunConflictError: a run of this name has another config, or belongs to another process.
         StorageError: the storage cannot be written.
         HeadwayError: an error of Headway in a worker (DataError, StepError, ...), as it was raised.
@@ -65,6 +66,7 @@ def fit(
     quiet_environment(verbose=verbose)
     from ..cluster.connect import check_resources, will_start_own_ray, with_gpus
     from ..cluster.token_check import check_token
+    from .worker_group import pickle_trainer
 
     display = display or RunConsole()
     resume_options = ResumeOptions.checked(resume, restore, accept_changes=accept_changes)
@@ -74,6 +76,7 @@ def fit(
     on_gpus = replace(experiment, scaling=with_gpus(experiment.scaling))
     check_resources(on_gpus.scaling)
     check_training(on_gpus, elsewhere=not will_start_own_ray())
+    pickle_trainer(on_gpus)  # again for the workers, but an error comes before anything starts
     opened = open_run(experiment, accept_changes=accept_changes, say=display.line)
     if opened.state == "finished":
         return finished_result(opened.run, display)

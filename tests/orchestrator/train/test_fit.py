@@ -284,3 +284,17 @@ def test_a_wrong_config_is_refused_before_a_cluster_is_asked_for_anything(
         fit(wrong)
     assert not Path(wrong.run_dir).exists()
     check_training(found, elsewhere=True)
+
+
+def test_a_trainer_that_cannot_be_pickled_is_refused_before_a_cluster_is_asked_for_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Locked(OnRay):
+        lock = threading.Lock()
+
+    no_ray(monkeypatch)
+    monkeypatch.setenv("RAY_ADDRESS", "ray://nowhere:10001")
+    locked = replace(experiment(tmp_path, str(tmp_path / "data")), trainer=Locked)
+    with pytest.raises(ConfigError, match="Locked cannot be pickled for the workers"):
+        fit(locked)
+    assert not Path(locked.run_dir).exists()

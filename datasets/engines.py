@@ -198,6 +198,10 @@ class _Execution:
         """Whether a task may be running, or its rows wait for room."""
         return self._thread.is_alive()
 
+    def wait(self) -> None:
+        """Wait until all tasks have ended and their rows have room, or the execution is stopped."""
+        self._thread.join()
+
     def read_ahead(self, blocks: int) -> None:
         """Raise the number of blocks that may wait. It is one until it is this execution's turn."""
         with self._blocks.not_full:
@@ -225,7 +229,7 @@ class _Execution:
     def _drain(self) -> None:
         end: BaseException | None = None
         if self._previous is not None:
-            self._previous._thread.join()
+            self._previous.wait()
             self._previous = None
             if self._stopped.is_set():
                 return

@@ -110,11 +110,15 @@ def read_with_ray(
     current: _Execution | None = None
     following: _Execution | None = None
 
+    def start(previous: _Execution | None = None) -> _Execution | None:
+        some = list(islice(tasks, _TASKS_PER_READER * readers))
+        return _Execution(some, transforms, readers, nodes, previous) if some else None
+
     def until_started(starting: _Execution) -> Iterator[list[ReadJob]]:
         nonlocal current
         while starting.is_running and (task := next(tasks, None)):
             yield task
-        current = _Execution.start(tasks, transforms, readers, nodes)
+        current = start()
 
     try:
         if not cpus:
@@ -123,13 +127,13 @@ def read_with_ray(
             yield from read_with_threads(
                 until_started(starting), transforms=transforms, readers=readers, ahead_rows=ahead_rows
             )
-        while current or (current := _Execution.start(tasks, transforms, readers, nodes)):
+        while current or (current := start()):
             current.read_ahead(max(1, ahead - _WAITING_TASKS))
             for pieces in current:
                 if following is None and current.left <= max(1, ahead - 1):
                     # The rest fits, with the end of the execution, so nothing keeps its tasks from ending.
                     current.read_ahead(max(2, ahead))
-                    following = _Execution.start(tasks, transforms, readers, nodes, previous=current)
+                    following = start(previous=current)
                 yield from pieces
             current, following = following, None
     finally:
@@ -179,19 +183,6 @@ class _Execution:
         self._dataset = _dataset(tasks, transforms, readers, nodes)
         self._thread = threading.Thread(target=self._drain, name="headway-ray-data", daemon=True)
         self._thread.start()
-
-    @classmethod
-    def start(
-        cls,
-        tasks: Iterator[list[ReadJob]],
-        transforms: Sequence[Transform],
-        readers: int,
-        nodes: DataNodes,
-        previous: _Execution | None = None,
-    ) -> _Execution | None:
-        """Start reading the next tasks; return None if there are none."""
-        some = list(islice(tasks, _TASKS_PER_READER * readers))
-        return cls(some, transforms, readers, nodes, previous) if some else None
 
     @property
     def is_running(self) -> bool:

@@ -422,8 +422,7 @@ class Search:
         if not accepts and judged != (self.metric, self.mode):
             raise ConfigError(
                 f"scheduler={name}(...) has metric={judged[0]!r} and mode={judged[1]!r}, but the search has "
-                f"{self.metric!r} and {self.mode!r}: create it without metric and mode, because it gets those of the "
-                "search"
+                f"{self.metric!r} and {self.mode!r}: create it without metric and mode: the search sets them"
             )
         time = getattr(scheduler, "_time_attr", None)
         if time is not None and time not in _REPORTED:

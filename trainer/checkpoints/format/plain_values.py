@@ -53,7 +53,7 @@ class Table(NamedTuple):
     """The JSON of a dict of dicts of tensors, to be used again while the dicts have the same keys.
 
     Attributes:
-        keys: of the outer dict, followed by those of all inner dicts.
+        keys: the keys of the outer dict, and then of all inner dicts.
         lengths: of the inner dicts.
         wanted: the name of each tensor unless it is tied to another.
         names: the name of each tensor.

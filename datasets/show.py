@@ -63,7 +63,8 @@ class Description:
         lines = [
             f"{self.path}",
             f"  rows         {self.rows:,}",
-            f"  fragments    {self.fragments:,} {self.unit} in {self.files:,} files",
+            f"  {self.unit:<12} {self.fragments:,}",
+            f"  files        {self.files:,}",
             f"  size         {_bytes(self.size_bytes)}",
             f"  fingerprint  {self.fingerprint}",
             "  columns and the first row",

@@ -67,8 +67,3 @@ def _draw(name: str, seed: int) -> float:
 
 def _hidden(path: Path) -> bool:
     return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
-
-
-def count(files: Sequence[Path]) -> str:
-    """Return "1 file" or "7 files"."""
-    return f"{len(files)} file{'s' if len(files) != 1 else ''}"

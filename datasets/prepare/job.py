@@ -73,7 +73,8 @@ class Prepared:
         done = "already prepared" if self.already_done else "prepared"
         tokens = f"{self.tokens:,} tokens, " if self.tokens else ""
         skipped = f", {self.skipped_rows:,} damaged ones left out" if self.skipped_rows else ""
-        return f"{self.path} {done}: {self.rows:,} rows, {tokens}{self.files} Parquet files ({self.digest}){skipped}"
+        files = f"{self.files} Parquet file{'' if self.files == 1 else 's'}"
+        return f"{self.path} {done}: {self.rows:,} rows, {tokens}{files} ({self.digest}){skipped}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,8 @@ class PrepareProgress:
     def __str__(self) -> str:
         kept = f" ({self.parts_kept} kept)" if self.parts_kept else ""
         tokens = f"{self.tokens:,} tokens, " if self.tokens else ""
-        return f"{self.parts_done} of {self.parts} parts{kept}, {self.rows:,} rows, {tokens}{self.seconds:.0f} s"
+        parts = f"{self.parts_done} of {self.parts} part{'' if self.parts == 1 else 's'}"
+        return f"{parts}{kept}, {self.rows:,} rows, {tokens}{self.seconds:.0f} s"
 
 
 class Convert(Protocol):

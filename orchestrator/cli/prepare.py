@@ -140,7 +140,7 @@ def _plan_page(plan: "TextPlan", tasks: int | None, row_length: int | None) -> s
 
     rows = f"{plan.rows:,} rows of {row_length}" if row_length else f"{plan.documents:,} rows, one per document"
     lines = [
-        f"{plan.input_bytes / 1e6:,.1f} MB of input in {plan.parts:,} parts",
+        f"{plan.input_bytes / 1e6:,.1f} MB of input in {plan.parts:,} part{'' if plan.parts == 1 else 's'}",
         f"about {plan.documents:,} documents, {plan.tokens:,} tokens ({4 * plan.tokens / 1e6:,.1f} MB uncompressed)",
         f"about {rows}",
         f"one task reads {plan.bytes_per_s / 1e6:.2f} MB/s here:",

@@ -27,7 +27,7 @@ def test_json_lines_are_described(tmp_path: Path) -> None:
     assert shown.size_bytes == (tmp_path / "a.jsonl").stat().st_size
     assert shown.columns == {"text": "str", "tokens": "int64[2]", "n": "int64"}
     assert shown.first_row == rows[0]
-    assert "1 fragments in 1 files" in str(shown)
+    assert "fragments    1\n  files        1\n" in str(shown)
     assert read_row(tmp_path, "a.jsonl:18", columns=["n"], index=tmp_path / "index") == {"n": 17}
     with pytest.raises(DataError, match="no row 'a.jsonl:31'; the id of its first row is \"a.jsonl:1\""):
         read_row(tmp_path, "a.jsonl:31", index=tmp_path / "index")

@@ -313,7 +313,7 @@ def test_progress_is_shown(texts: Path, tmp_path: Path) -> None:
     shown: list[PrepareProgress] = []
     made = prepare_text(texts, tmp_path / "out", progress=shown.append, **OPTIONS)
     assert (shown[-1].parts_done, shown[-1].parts, shown[-1].rows) == (1, 1, made.rows)
-    assert "1 of 1 parts" in str(shown[-1])
+    assert "1 of 1 part," in str(shown[-1])
 
 
 def test_held_out_files_are_chosen_by_name(tmp_path: Path) -> None:

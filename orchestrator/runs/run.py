@@ -365,6 +365,10 @@ def find_run(name: str, storage: str) -> Run:
                 f"{join(place, name)} has no record, because it was trained without `headway fit`: see its "
                 f"metrics.jsonl, and `headway checkpoints ls {name}`"
             ) from None
+        parent, _, own_name = absolute(name).rstrip("/").rpartition("/")
+        if "/" in name and "checkpoints" in Folder(join(parent, own_name)).folders():
+            storage_option = "" if parent == place else f" and --storage {parent}"
+            raise ConfigError(f"{name} is the folder of a run: give its name {own_name!r}{storage_option}") from None
         names = [run.record.name for run in list_runs(place)]
         raise ConfigError(
             f"there is no run {name!r} in {place}; existing runs: {', '.join(names[:10]) or 'none'}"

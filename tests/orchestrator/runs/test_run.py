@@ -297,6 +297,10 @@ def test_runs_are_listed_the_last_started_first(tmp_path: Path) -> None:
     (tmp_path / "d/checkpoints/step-00000001").mkdir(parents=True)
     with pytest.raises(ConfigError, match="d has no record, because it was trained without `headway fit`"):
         find_run("d", str(tmp_path))
+    with pytest.raises(ConfigError, match=f"{tmp_path}/d/ is the folder of a run: give its name 'd'$"):
+        find_run(f"{tmp_path}/d/", str(tmp_path))
+    with pytest.raises(ConfigError, match=f"is the folder of a run: give its name 'd' and --storage {tmp_path}$"):
+        find_run(f"{tmp_path}/d", str(tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize("place", ["/dev/null/runs", "/proc/runs", "nosuchscheme://bucket/runs"])

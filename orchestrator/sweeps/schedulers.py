@@ -151,6 +151,11 @@ def is_tune_scheduler(value: Any) -> bool:
     return is_from(value, "ray.tune.schedulers.trial_scheduler")
 
 
+def tune_setting(scheduler: Any, name: str, default: Any) -> Any:
+    """Return a setting of a scheduler of Ray Tune, or the default. Ray keeps settings in private attributes only."""
+    return getattr(scheduler, f"_{name}", default)
+
+
 def is_from(value: Any, module: str) -> bool:
     """Return whether a class of the value is defined in a module. Does not import it, because Ray takes a second."""
     return any(each.__module__ == module for each in type(value).__mro__)

@@ -22,7 +22,7 @@ from . import optuna_search
 from .objectives import Constraint
 from .optuna_search import TPE, PastTrial
 from .sampling import AXES, Params, axis_of, combinations, conditions, sample
-from .schedulers import PBT, Scheduler, check_positive_ints, is_from, is_tune_scheduler
+from .schedulers import PBT, Scheduler, check_positive_ints, is_from, is_tune_scheduler, tune_setting
 from .space import Axis, Grid, LogUniform, Normal, Uniform, When, as_axis, contains
 from .space_checks import check_point, check_space, check_varied
 
@@ -417,17 +417,18 @@ class Search:
                 f"scheduler={name}(...) would change the resources of trials, which a sweep keeps: use "
                 "it in a Tuner of trainable(experiment)"
             )
-        judged = scheduler.metric, getattr(scheduler, "_mode", self.mode)
+        judged = scheduler.metric, tune_setting(scheduler, "mode", self.mode)
         accepts = copy.deepcopy(scheduler).set_search_properties(self.metric, self.mode)
         if not accepts and judged != (self.metric, self.mode):
             raise ConfigError(
                 f"scheduler={name}(...) has metric={judged[0]!r} and mode={judged[1]!r}, but the search has "
                 f"{self.metric!r} and {self.mode!r}: create it without metric and mode: the search sets them"
             )
-        time = getattr(scheduler, "_time_attr", None)
+        time = tune_setting(scheduler, "time_attr", None)
         if time is not None and time not in _REPORTED:
             raise ConfigError(f"scheduler={name}(...): time_attr must be one of {', '.join(_REPORTED)}, got {time!r}")
-        if unknown := [path for path in getattr(scheduler, "_hyperparam_mutations", ()) if path not in self.space]:
+        changed = tune_setting(scheduler, "hyperparam_mutations", ())
+        if unknown := [path for path in changed if path not in self.space]:
             raise ConfigError(
                 f"scheduler={name}(...) changes {', '.join(unknown)}, which is not in the space: add an axis for it"
             )

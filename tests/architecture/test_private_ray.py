@@ -31,11 +31,19 @@ def private_names(source: str) -> Iterator[str]:
         elif isinstance(node, ast.Attribute):
             is_private = re.match(r"_[a-z]", node.attr) and ast.unparse(node.value) not in ("self", "cls")
             yield from [ast.unparse(node)] if is_private and node.attr not in NOT_OF_RAY else []
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+            name = ast.unparse(node.args[1])
+            is_private = re.match(r"f?['\"]_[a-z{]", name) and name.strip("'\"") not in NOT_OF_RAY
+            yield from [ast.unparse(node)] if is_private and ast.unparse(node.args[0]) not in ("self", "cls") else []
 
 
 @pytest.mark.parametrize(
-    "source", ["from ray._private.state import x", "import ray._private.worker", "dataset._execute()", "ray._raylet.X"]
-)
+    "source",
+    [
+        "from ray._private.state import x", "import ray._private.worker", "dataset._execute()", "ray._raylet.X",
+        'getattr(scheduler, "_mode", None)', 'getattr(scheduler, f"_{name}")',
+    ],
+)  # fmt: skip
 def test_such_a_use_is_found(source: str) -> None:
     assert list(private_names(source))
 

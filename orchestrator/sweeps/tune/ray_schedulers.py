@@ -30,7 +30,7 @@ from ...storage.folder import Folder, retry_storage
 from ..driver import SweepDriver
 from ..record import ENDED_EARLY, PRUNED, Sweep
 from ..sampling import Params
-from ..schedulers import ASHA, PBT, HyperBand, MedianStopping, is_tune_scheduler
+from ..schedulers import ASHA, PBT, HyperBand, MedianStopping, is_tune_scheduler, tune_setting
 from ..search import Search
 from ..space import Choice, Grid
 from .reporting import make_report
@@ -64,6 +64,7 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
         self._stopper = as_stopper(self._search.stop)
         self._inner = make_schedulers(self._search)
         self._is_pbt = isinstance(self._inner[0], PopulationBasedTraining)
+        self._is_async_pbt = self._is_pbt and not tune_setting(self._inner[0], "synch", True)
         self._stopped: set[str] = set()
         self._trials: dict[str, TuneTrial] = {}
 
@@ -95,7 +96,7 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
             if not self._is_pbt:
                 raise
             logger.warning("this version of Ray Tune does not let PBT run, so trials train without it: %s", error)
-            self._inner, self._is_pbt = [FIFOScheduler()], False
+            self._inner, self._is_pbt, self._is_async_pbt = [FIFOScheduler()], False, False
 
     def on_trial_error(self, controller: Any, trial: TuneTrial) -> None:
         """Forward it."""
@@ -106,10 +107,12 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
         if trial.trial_id in self._stopped:
             # Ray's scheduler expects no more reports of a stopped trial.
             return str(TrialScheduler.CONTINUE)
-        before = trial.config
+        before = {each: each.config for each in self._trials.values()}
         decision = str(self._of(trial).on_trial_result(controller, trial, result))
-        if trial.config is not before:
-            self._apply_exploit(trial, before)
+        # Synchronous PBT changes the trials that wait, too.
+        for each, config in before.items():
+            if each.config is not config:
+                self._apply_exploit(each, config)
         if decision == TrialScheduler.STOP:
             return self._stop(trial, self._pruned(result))
         if self._stopper is not None:
@@ -117,7 +120,7 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
                 return self._stop(trial, f"{ENDED_EARLY} after {self._count(result)}")
             if self._stopper.stop_all():
                 self._driver.reach_goal(f"search.stop ({type(self._stopper).__name__}) ended the sweep")
-        if decision == TrialScheduler.PAUSE and self._is_pbt and len(self._trials) <= self._driver.max_concurrent:
+        if decision == TrialScheduler.PAUSE and self._is_async_pbt and len(self._trials) <= self._driver.max_concurrent:
             # PBT pauses to make room for a waiting trial, but all have room.
             return str(TrialScheduler.CONTINUE)
         return decision

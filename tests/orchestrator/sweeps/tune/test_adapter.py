@@ -14,7 +14,7 @@ from typing import Any
 
 import fsspec
 import pytest
-from ray.tune.schedulers import HyperBandScheduler
+from ray.tune.schedulers import FIFOScheduler, HyperBandScheduler, PopulationBasedTraining
 from ray.tune.search import Searcher, SearchGenerator
 from rich.console import Console
 
@@ -36,6 +36,7 @@ from tests.orchestrator.runs.test_run import experiment
 from tests.orchestrator.runs.test_stop import Leaving
 
 SPACE = {"config.learning_rate": LogUniform(1e-4, 1e-1)}
+SPACE_OF_PBT = {"config.learning_rate": [1e-3, 1e-2]}
 
 
 def gentle(sweep: Sweep, search: Search) -> tuple[GracefulStopScheduler, Any]:
@@ -126,6 +127,47 @@ def test_pbt_runs_beside_a_searcher_and_trials_train_without_it_if_a_later_ray_r
     report = {"validation/loss": 1.0, "evaluations": 1, "training_iteration": 1, "step": 1}
     assert scheduler.on_trial_result(controller, trial, report) == "CONTINUE"
     assert "FIFO" in scheduler.debug_string()
+
+
+def test_a_trial_waits_for_the_others_if_pbt_is_synchronous(tmp_path: Path) -> None:
+    """Ray's asynchronous PBT pauses to make room for trials that wait, but a sweep has room for all that it starts."""
+    for synch, decision in ((True, "PAUSE"), (False, "CONTINUE")):
+        pbt = PopulationBasedTraining(
+            time_attr="evaluations", perturbation_interval=1, synch=synch, hyperparam_mutations=SPACE_OF_PBT
+        )
+        search = Search(space=SPACE, trials=2, scheduler=pbt)
+        scheduler, _ = gentle(open_sweep(replace(experiment(tmp_path), name=f"pbt-{synch}"), search), search)
+        scheduler._driver.max_concurrent = 2  # type: ignore[misc]
+        trials = [tune_schedulers.replayed_trial(f"trial-00{index}") for index in range(2)]
+        trials[0].set_status("PENDING")
+        controller: Any = SimpleNamespace(search_alg=None, get_live_trials=lambda t=trials: t)
+        controller.get_trials = controller.get_live_trials
+        for trial in trials:
+            scheduler.on_trial_add(controller, trial)
+        trials[1].set_status("RUNNING")
+        report = {"validation/loss": 1.0, "evaluations": 1, "step": 1}
+        assert scheduler.on_trial_result(controller, trials[1], report) == decision
+
+
+def test_the_change_of_another_trial_than_the_reporting_one_is_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Synchronous PBT changes all trials at the last report."""
+
+    class ChangesOther(FIFOScheduler):  # type: ignore[misc]
+        def on_trial_result(self, controller: Any, trial: Any, result: Any) -> str:
+            waiting.set_config({**trial.config, "config.learning_rate": 0.5})
+            return "CONTINUE"
+
+    search = Search(space=SPACE, trials=2, scheduler=ChangesOther())
+    scheduler, controller = gentle(open_sweep(experiment(tmp_path), search), search)
+    applied: list[Any] = []
+    monkeypatch.setattr(scheduler, "_apply_exploit", lambda *args: applied.append(args))
+    waiting, reporting = (tune_schedulers.replayed_trial(f"trial-00{index}") for index in range(2))
+    scheduler.on_trial_add(controller, waiting)
+    scheduler.on_trial_add(controller, reporting)
+    scheduler.on_trial_result(controller, reporting, {"validation/loss": 1.0, "evaluations": 1, "step": 1})
+    assert applied == [(waiting, {"trial": "trial-000"})]
 
 
 def test_a_trial_that_a_scheduler_forgets_while_it_is_paused_ends(tmp_path: Path) -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from ray import tune
-from ray.tune.schedulers import ASHAScheduler, HyperBandForBOHB, HyperBandScheduler
+from ray.tune.schedulers import ASHAScheduler, HyperBandForBOHB, HyperBandScheduler, PopulationBasedTraining
 from ray.tune.schedulers.pb2 import PB2
 from ray.tune.search import Searcher
 from ray.tune.search.optuna import OptunaSearch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from headway.orchestrator import Experiment, LogUniform, Scaling, Search, Uniform, sweep
+from headway.orchestrator import PBT, Experiment, LogUniform, Scaling, Search, Uniform, sweep
 from headway.orchestrator.storage.events import read_events
 from headway.orchestrator.storage.folder import Folder
+from headway.trainer import CheckpointConfig, Trainer, TrainerConfig, load_weights
 from tests.tiny import TinyConfig, TinyTrainer
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
@@ -36,6 +41,10 @@ def experiment(tmp_path: Path, **settings: Any) -> Experiment:
     return Experiment(
         name="theirs", trainer=TinyTrainer, config=TinyConfig(**{"max_epochs": 4, **settings}), storage=str(tmp_path)
     )
+
+
+def attempts_of(trial: Any) -> list[Any]:
+    return [event for event in read_events(Folder(trial.run_dir)) if event["event"] == "attempt_started"]
 
 
 def test_a_sweep_takes_a_searcher_a_scheduler_a_callback_and_a_stop_and_goes_on_with_more_trials(
@@ -152,7 +161,79 @@ def test_trials_have_the_number_of_workers_of_their_values(tmp_path: Path) -> No
     result = sweep(replace(experiment(tmp_path, max_epochs=1), scaling=Scaling(cpus_per_worker=0.5)), search)
     assert [trial.status for trial in result.trials] == ["completed", "completed"]
     for workers, trial in enumerate(result.trials, 1):
-        (started,) = [event for event in read_events(Folder(trial.run_dir)) if event["event"] == "attempt_started"]
+        (started,) = attempts_of(trial)
         assert started["world_size"] == workers
     # Each worker has its own batches, so two take half as many steps.
     assert [trial.steps for trial in result.trials] == [12, 6]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClimbConfig(TrainerConfig):
+    rate: float
+
+
+class Climb(Trainer[ClimbConfig]):
+    """Adds the rate to its only weight in each step, so the weight shows which trials it has been through."""
+
+    def configure_models(self) -> None:
+        self.model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(self.model.weight)
+
+    def configure_optimizers(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=self.config.rate)
+
+    def configure_dataloaders(self) -> Any:
+        ones = TensorDataset(torch.ones(8, 1))
+        return DataLoader(ones, batch_size=1), DataLoader(ones, batch_size=4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.training:
+            # So that both trials train at the same time on a busy machine, too.
+            time.sleep(0.3)
+        return -self.model(batch[0]).mean()
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        PBT(every=2, quantile=0.5),
+        PopulationBasedTraining(
+            time_attr="evaluations", perturbation_interval=6, quantile_fraction=0.5, synch=True,
+            hyperparam_mutations={"config.rate": [0.1, 0.2]},
+        ),
+    ],
+    ids=["asynchronous", "synchronous"],
+)  # fmt: skip
+def test_pbt_gives_trials_of_several_workers_the_weights_of_others(tmp_path: Path, scheduler: Any) -> None:
+    climb = Experiment(
+        name="climb",
+        trainer=Climb,
+        config=ClimbConfig(rate=0.1, max_epochs=10, checkpoint=CheckpointConfig(keep_last="all")),
+        scaling=Scaling(workers=2),
+        storage=str(tmp_path),
+    )
+    search = Search(
+        space={"config.rate": LogUniform(1e-3, 1.0)},
+        points=[{"config.rate": 0.01}, {"config.rate": 0.1}],
+        trials=2,
+        scheduler=scheduler,
+    )
+    result = sweep(climb, search)
+    assert [trial.status for trial in result.trials] == ["completed", "completed"]
+    change = next(event for event in read_events(Folder(result.sweep_dir)) if event["event"] == "trial_changed")
+    trial = result.trials[0]
+    assert change["trial"] == trial.name
+    assert Path(change["checkpoint"]).is_relative_to(result.trials[1].run_dir)
+    events = read_events(Folder(trial.run_dir))
+    assert {event["world_size"] for event in attempts_of(trial)} == {2}
+    restored = next(event for event in events if event["event"] == "restored")
+    first = next(event for event in events[events.index(restored) :] if event["event"] == "evaluated")
+    weight = load_weights(change["checkpoint"])["weight"].item()
+    assert weight == pytest.approx(0.1 * restored["step"])
+    expected = weight + change["values"]["config.rate"] * (first["step"] - restored["step"])
+    assert first["metrics"]["validation/loss"] == pytest.approx(-expected)
+    if not isinstance(scheduler, PBT):
+        # Each has waited for the other one, so both decisions are about the same evaluation.
+        assert restored["step"] == 24
+        assert all(len(attempts_of(each)) == 2 for each in result.trials)

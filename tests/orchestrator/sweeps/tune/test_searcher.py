@@ -13,9 +13,11 @@ from ray.tune.schedulers import (
     ASHAScheduler,
     FIFOScheduler,
     HyperBandScheduler,
+    MedianStoppingRule,
     PopulationBasedTraining,
     ResourceChangingScheduler,
 )
+from ray.tune.schedulers.pb2 import PB2
 from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Repeater, Searcher
 from ray.tune.search.optuna import OptunaSearch
 from rich.console import Console
@@ -26,6 +28,7 @@ from headway.orchestrator.sweeps.console import SweepConsole
 from headway.orchestrator.sweeps.driver import SweepDriver
 from headway.orchestrator.sweeps.optuna_search import PastTrial
 from headway.orchestrator.sweeps.record import Sweep
+from headway.orchestrator.sweeps.schedulers import tune_setting
 from headway.orchestrator.sweeps.tune.searcher import TuneSearcher
 from headway.orchestrator.train.signals import StopSignals
 from headway.trainer.errors import ConfigError
@@ -214,6 +217,25 @@ def test_schedulers_of_ray_tune_are_taken() -> None:
         search = Search(space=SPACE, scheduler=scheduler)
         assert search.pauses == pauses
         assert search.to_plain()["scheduler"] == type(scheduler).__qualname__
+
+
+def test_the_private_settings_of_rays_schedulers_are_found() -> None:
+    ranged = {RATE: [1e-6, 1e-1]}
+    pbt = PopulationBasedTraining(hyperparam_mutations=ranged)
+    for scheduler in (ASHAScheduler(), HyperBandScheduler(), MedianStoppingRule(), pbt):
+        assert tune_setting(scheduler, "time_attr", None) in ("training_iteration", "time_total_s")
+        assert tune_setting(scheduler, "mode", "unknown") is None
+    for population in (pbt, PB2(hyperparam_bounds=ranged)):
+        assert tune_setting(population, "hyperparam_mutations", None) == ranged
+        assert tune_setting(population, "synch", None) is False
+
+
+def test_a_scheduler_of_ray_without_the_private_settings_is_taken() -> None:
+    class Renamed(FIFOScheduler):  # type: ignore[misc]
+        def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
+            return metric == "validation/loss"
+
+    assert Search(space=SPACE, scheduler=Renamed()).num_trials == 10
 
 
 @dataclass

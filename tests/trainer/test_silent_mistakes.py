@@ -296,6 +296,27 @@ def test_what_is_unfrozen_during_the_run_is_equal_on_all_ranks(dropout: float) -
         assert torch.equal(value, second[name]), name
 
 
+class Freezes(TinyTrainer):
+    """Trains its first layer in every third update only."""
+
+    def on_step_start(self) -> None:
+        self.model.first.requires_grad_(self.global_step % 3 == 0)
+
+
+def _freezes(world: World) -> dict[str, torch.Tensor]:
+    config = TinyConfig(max_steps=5, global_batch_size=8, micro_batch_size=2, learning_rate=0.1)
+    trainer = Freezes(config, world=world)
+    trainer.fit()
+    return weights(trainer)
+
+
+def test_what_is_frozen_during_the_run_leaves_the_rest_as_in_one_process() -> None:
+    alone = _freezes(World.single("cpu"))
+    for found in run_on_ranks(_freezes, 2):
+        for name, value in found.items():
+            torch.testing.assert_close(value, alone[name], atol=1e-4, rtol=1e-4, msg=name)
+
+
 class DrawsAgain(TinyTrainer):
     def on_step_end(self) -> None:
         if self.global_step == 2:

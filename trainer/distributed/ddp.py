@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -38,6 +39,7 @@ _ADVICE = {
 }
 """What to do about torch's errors, by what they say."""
 
+_TRAINS = operator.attrgetter("requires_grad")
 _OPERATORS = ("__getitem__", "__len__", "__iter__", "__contains__")
 
 
@@ -51,7 +53,8 @@ class ReplicatedModule(DistributedDataParallel):
     through a part of the model, or through a method that calls the module inside, does not: its gradients would stay
     different on every rank, without an error. `reduces_itself` tells whether DDP reduces the next backward pass. Nor
     does it ever reduce gradients of parameters that were frozen when the module was wrapped: `reduced` has the others.
-    And it waits for the gradients of all parameters: losses that reach a part of them each need `leave_gradients`.
+    And it waits for the gradients of all parameters: while one of them is frozen it reduces nothing, and losses that
+    reach a part of them each need `leave_gradients`.
 
     Args:
         module: the user's module, initialized.
@@ -77,11 +80,18 @@ class ReplicatedModule(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass, and prepare to reduce gradients."""
-        if torch.is_grad_enabled():
-            self.reduces_itself = self.require_backward_grad_sync
-            # Without the reduction of gradients, DDP would also leave out the broadcast of buffers.
-            self.require_forward_param_sync |= self.leaves_gradients
-        return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        if not torch.is_grad_enabled():
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        # Without the reduction of gradients, DDP would also leave out the broadcast of buffers.
+        self.require_forward_param_sync |= self.leaves_gradients
+        syncs = self.require_backward_grad_sync
+        self.reduces_itself = syncs and (self.find_unused_parameters or all(map(_TRAINS, self.reduced)))
+        self.require_backward_grad_sync = self.reduces_itself
+        try:
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        finally:
+            self.require_backward_grad_sync = syncs
+            self.require_forward_param_sync |= syncs
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         """Yield the parameters by their names in the module inside."""

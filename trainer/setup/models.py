@@ -42,7 +42,8 @@ def make_models(program: Program, ctx: RunContext, numerics: Numerics, *, shapes
     the user's code gives to them, or if that code does not run there, they are created again with their values. If they
     are to be sharded, only the main rank keeps values; the others need not create them where code runs on the meta
     device and makes the same tensors there, and otherwise take turns, so that a machine has room for one model besides
-    that of the main rank.
+    that of the main rank. Code that communicates runs on all ranks at
+    once.
 
     Args:
         program: gets the models as attributes.
@@ -59,8 +60,12 @@ def make_models(program: Program, ctx: RunContext, numerics: Numerics, *, shapes
     """
     before = dict(vars(program))
     on_meta_before = _on_meta(before)
-    obstacle = _make_on_meta(program, ctx, shapes_only=shapes_only)
+    tracker = ValueTracker()
+    obstacle = _make_on_meta(program, ctx, tracker, shapes_only=shapes_only)
     shards = not shapes_only and ctx.mesh.divides_weights
+    at_once = not shapes_only and any(ctx.world.all_gather_object(tracker.communicates))
+    if at_once:
+        obstacle = next(filter(None, ctx.world.all_gather_object(obstacle)), None)
     refusal: str | None = None
 
     def make_with_values() -> None:
@@ -98,13 +103,14 @@ def make_models(program: Program, ctx: RunContext, numerics: Numerics, *, shapes
     if obstacle is not None and not shards:
         make_with_values()
     elif obstacle is not None:
-        has_values = obstacle.runs_on_meta and ctx.world.is_main
+        has_values = obstacle.runs_on_meta and ctx.world.is_main and not at_once
         if has_values:
             make_with_values()
         # A module may have other tensors on the meta device, such as the buffer of an orthogonal parametrization.
-        if not obstacle.runs_on_meta or _differ_between_ranks(ctx):
-            for turn in range(max(ctx.world.all_gather_object(ctx.world.local_rank)) + 1):
-                if turn == ctx.world.local_rank and not has_values:
+        if not obstacle.runs_on_meta or at_once or _differ_between_ranks(ctx):
+            own_turn = 0 if at_once else ctx.world.local_rank
+            for turn in range(max(ctx.world.all_gather_object(own_turn)) + 1):
+                if turn == own_turn and not has_values:
                     make_with_values()
                     if not ctx.world.is_main:
                         replaced = ReplacedParameters(ctx.models)
@@ -185,9 +191,8 @@ def _differ_between_ranks(ctx: RunContext) -> bool:
     return len({str(each) for each in ctx.world.all_gather_object(found)}) > 1
 
 
-def _make_on_meta(program: Program, ctx: RunContext, *, shapes_only: bool) -> _Obstacle | None:
+def _make_on_meta(program: Program, ctx: RunContext, tracker: ValueTracker, *, shapes_only: bool) -> _Obstacle | None:
     """Create the models on the meta device; return why that is not enough, or None."""
-    tracker = ValueTracker()
     ctx.lost_values.clear()
     ctx.versions_after_reset.clear()
     generator = torch.get_rng_state()

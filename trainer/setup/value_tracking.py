@@ -61,6 +61,7 @@ class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             of a tensor with values, so that later draws would repeat neither; None if none has.
         drawn_otherwise: after `lost`, the first code whose random numbers the default initialization would draw in
             another order or dtype; None if it would draw the same.
+        communicates: whether the ranks exchange something, such as in a barrier around a download.
     """
 
     def __init__(self) -> None:
@@ -73,6 +74,7 @@ class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._generator: torch.Tensor | None = None
         self.has_drawn = False
         self.drawn_otherwise: Writer | None = None
+        self.communicates = False
         self._draws = _Draws()
         self._unseen = _Unseen(self)
 
@@ -92,6 +94,7 @@ class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.communicates |= func.namespace == "c10d"
         result = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags and any(each.is_meta for each in _tensors(result)):
             self.has_drawn = True

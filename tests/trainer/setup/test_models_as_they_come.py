@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrizations import orthogonal
@@ -506,6 +507,34 @@ def test_only_the_main_rank_holds_the_values_of_a_model_that_is_to_be_sharded() 
 def test_ranks_take_turns_where_each_must_create_a_model_that_is_to_be_sharded() -> None:
     (first,), (second,) = run_on_ranks(_creations_with_values, 2, False)
     assert first[1] <= second[0]
+
+
+def _communicates(world: World) -> list[dict[str, torch.Tensor]]:
+    """Return the weights of models whose code waits for all ranks, as around a download or in a broadcast."""
+
+    def loads() -> nn.Module:
+        model = nn.Linear(6, 3)
+        if dist.get_rank() == 0:
+            nn.init.ones_(model.weight)
+        dist.barrier()
+        return model
+
+    def broadcasts() -> nn.Module:
+        model = nn.Linear(6, 3)
+        nn.init.constant_(model.weight, dist.get_rank() + 1)
+        dist.broadcast(model.weight.data, 0)
+        return model
+
+    return [
+        weights(_setup(make, world=world, strategy=strategy)[0])
+        for make in (loads, broadcasts)
+        for strategy in ("ddp", "fsdp")
+    ]
+
+
+def test_code_that_waits_for_all_ranks_runs_on_all_at_once() -> None:
+    for found in run_on_ranks(_communicates, 2):
+        assert [each["model.weight"].unique().tolist() for each in found] == [[1.0]] * 4
 
 
 def _trained_orthogonal(world: World) -> dict[str, torch.Tensor]:

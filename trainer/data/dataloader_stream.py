@@ -91,6 +91,10 @@ class LoaderStream:
                 f"{self._global_batch_size}, and drop_last drops them: lower the batch size, or set drop_last=False"
             )
 
+    def datasets(self) -> Iterator[Any]:
+        """Yield the dataset and those inside, as in a `Subset` or a `ConcatDataset`."""
+        return _parts_of(self._dataset)
+
     def samples_in_epoch(self, epoch: int) -> int:
         """Return the rows of an epoch over all ranks."""
         return self._epoch_end(0)

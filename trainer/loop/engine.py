@@ -289,7 +289,7 @@ class Engine:
         check_trainable()
         if self.world.is_main:
             warn_of_metrics_never_reset(program, self.callbacks)
-        self._loop.saver.check_unsaved = UnsavedState(program, ctx)
+        self._loop.saver.check_unsaved = UnsavedState(program, ctx, self.data)
         trackers = self._given_trackers
         if trackers is None:
             trackers = _as_list(program.configure_trackers(), "configure_trackers()")

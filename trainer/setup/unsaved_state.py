@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import random
 import textwrap
 import warnings
 from typing import Any
@@ -13,10 +14,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..data.dataloader_stream import LoaderStream
+from ..data.protocols import BatchStream
 from ..distributed.dtensor import unwrap
 from ..loop.context import RunContext
 from ..private_torch import version_of
 from .program import Program
+
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 
 class UnsavedState:
@@ -27,15 +32,18 @@ class UnsavedState:
     said if a callback of the user's has a `state_dict`, which may return them.
 
     And of modules that were made after `configure_models` and change, such as the target network of Q-learning; and of
-    tensors that the `forward` of a module hands on to the next one as plain attributes, which are no buffers.
+    tensors that the `forward` of a module hands on to the next one as plain attributes, which are no buffers; and of a
+    random generator that a map-style dataset keeps for its rows.
 
     Args:
         program: the trainer.
         ctx: of the run, set up.
+        data: the training data.
     """
 
-    def __init__(self, program: Program, ctx: RunContext) -> None:
+    def __init__(self, program: Program, ctx: RunContext, data: BatchStream) -> None:
         self._program, self._ctx = program, ctx
+        self._generator = _generator_of(data)
         self._handed_on, self._read = _attributes_of(getattr(type(program), "training_step", None))
         self._versions = self._tensors()
         self._modules: dict[str, tuple[nn.Module, list[int | None]]] = {}
@@ -63,6 +71,11 @@ class UnsavedState:
             return (
                 f"{names[0]} is a tensor that forward() hands on to the next one, but as a plain attribute it is in no "
                 "checkpoint, so that a resumed run begins without it: use register_buffer()"
+            )
+        if self._generator is not None:
+            return (
+                f"rows draw random numbers from {self._generator}, but no checkpoint has a generator of a dataset, so "
+                "that a resumed run draws other numbers: draw from the global ones of random, numpy.random or torch"
             )
         managed = {*self._ctx.models, *self._ctx.optimizers, *self._ctx.lr_stepping.schedulers}
         attributes = {name for name, value in vars(self._program).items() if _is_state(value)} - managed
@@ -116,6 +129,17 @@ class UnsavedState:
             for name, value in found.items()
             if isinstance(value, torch.Tensor) and not value.is_inference()
         }
+
+
+def _generator_of(data: BatchStream) -> str | None:
+    """Return the name of a generator that a dataset keeps, and from which its rows draw without seeding it again."""
+    for dataset in data.datasets() if isinstance(data, LoaderStream) else ():
+        names = _names_in(getattr(dataset, "__getitem__", None)) | _names_in(getattr(dataset, "__getitems__", None))
+        if names.isdisjoint(("seed", "manual_seed")):
+            for name in sorted(names.intersection(getattr(dataset, "__dict__", ()))):
+                if isinstance(vars(dataset)[name], _GENERATORS):
+                    return f"{type(dataset).__name__}.{name}"
+    return None
 
 
 def _names_in(function: Any) -> set[str]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
+import random
 import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from headway.trainer import Callback, CheckpointConfig, Duration, ParallelConfig, StepError, World
 from tests.distributed import run_on_ranks
-from tests.tiny import StopAt, TinyConfig, TinyTrainer, weights
+from tests.tiny import Rows, StopAt, TinyConfig, TinyTrainer, weights
 
 ALONE = World.single("cpu")
 
@@ -94,6 +96,52 @@ def test_a_callback_saves_the_state_of_each_rank(tmp_path: Path) -> None:
         torch.testing.assert_close(resumed, whole, atol=0, rtol=0)
 
 
+class DrawsItself(Rows):
+    """Augments rows by a generator that it keeps."""
+
+    def __init__(self, generator: Any) -> None:
+        super().__init__(64)
+        self.generator = generator
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        draw = torch.rand((), generator=self.generator) if isinstance(self.generator, torch.Generator) else None
+        return {**super().__getitem__(row), "z": torch.tensor(self.generator.random()) if draw is None else draw}
+
+
+class SeedsEachRow(DrawsItself):
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        self.generator.manual_seed(row)
+        return super().__getitem__(row)
+
+
+class KeepsGenerator(Rows):
+    """Has drawn its rows before."""
+
+    def __init__(self) -> None:
+        super().__init__(64)
+        self.generator = np.random.default_rng(0)
+
+
+class Augments(TinyTrainer):
+    dataset: Any
+
+    def configure_dataloaders(self) -> Any:
+        return DataLoader(self.dataset, batch_size=8)
+
+
+@pytest.mark.parametrize("generator", [random.Random(0), np.random.default_rng(0), torch.Generator()], ids=type)
+def test_a_generator_that_a_dataset_keeps_is_warned_of_once(generator: Any, tmp_path: Path) -> None:
+    Augments.dataset = Subset(DrawsItself(generator), range(48))
+    (text,) = _warnings_of(Augments, tmp_path, "so that a resumed run draws")
+    assert text.startswith("rows draw random numbers from DrawsItself.generator, but no checkpoint has a generator")
+
+
+@pytest.mark.parametrize("dataset", [SeedsEachRow(torch.Generator()), KeepsGenerator()], ids=type)
+def test_a_generator_that_rows_seed_or_do_not_use_needs_no_checkpoint(dataset: Any, tmp_path: Path) -> None:
+    Augments.dataset = dataset
+    assert not _warnings_of(Augments, tmp_path, "draws")
+
+
 class CopiesLate(TinyTrainer):
     """A target network that is made and replaced after `configure_models`."""
 
@@ -116,12 +164,14 @@ class KeepsCopy(CopiesLate):
     def follow(self) -> None: ...
 
 
-def _warnings_of(trainer_class: type[TinyTrainer], tmp_path: Path) -> list[str]:
+def _warnings_of(
+    trainer_class: type[TinyTrainer], tmp_path: Path, said: str = "so that a resumed run begins with"
+) -> list[str]:
     config = TinyConfig(max_steps=6, checkpoint=CheckpointConfig(every=Duration(2, "steps")))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer_class(config, world=ALONE, run_dir=tmp_path / "run").fit()
-    return [text for each in caught if "so that a resumed run begins with" in (text := str(each.message))]
+    return [text for each in caught if said in (text := str(each.message))]
 
 
 @pytest.mark.parametrize("trainer_class", [CopiesLate, ReplacesCopy])

@@ -33,6 +33,7 @@ from .reporting import EventReporter, ReportEvaluations, TuneReporter, trial_cal
 from .trial import drive, trial_resources
 
 _TRIAL = "trial.json"
+_RESERVED = "reserved.json"
 
 
 def trainable(experiment: Experiment, *, metric: str | None = None) -> Any:
@@ -103,6 +104,8 @@ def run_trial(start: Start, config: Mapping[str, Any], metric: str | None) -> No
     trial = tune.get_context()
     experiment = replace(experiment, name=trial.get_trial_name(), storage=experiment.run_dir)
     experiment = _in_own_folder(experiment, trial.get_trial_id(), config)
+    if not experiment.scaling.trains_in_trial:
+        _check_reserved(Folder(experiment.run_dir), trial.get_trial_resources().required_resources)
     source = _source_of(experiment.run_dir)
     start = replace(start, resume_options=replace(start.resume_options, resume=source or "auto"))
     is_adopted = source is not None
@@ -145,6 +148,24 @@ def _in_own_folder(experiment: Experiment, trial_id: str, values: Mapping[str, A
             return _in_own_folder(replace(experiment, name=f"{experiment.name}_{trial_id}"), trial_id, values)
     folder.write(_TRIAL, own)
     return experiment
+
+
+def _check_reserved(folder: Folder, reserved: Mapping[str, float]) -> None:
+    """Check that the process of a trial of several workers reserves no more than at its first start.
+
+    `ResourceChangingScheduler` gives free CPUs and GPUs to this process. Workers would wait for them forever.
+
+    Raises:
+        ConfigError: it reserves more.
+    """
+    first = json.loads(folder.read(_RESERVED) or "null")
+    if first is None:
+        folder.write(_RESERVED, json.dumps(reserved))
+    elif any(reserved.get(name, 0) > first.get(name, 0) for name in ("CPU", "GPU")):
+        raise ConfigError(
+            f"the process of this trial now reserves {dict(reserved)} instead of {first}, which its workers would "
+            "lack: use ResourceChangingScheduler with trials of one worker (scaling.workers=1)"
+        )
 
 
 def _source_of(run_dir: str) -> str | None:

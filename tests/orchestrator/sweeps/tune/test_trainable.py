@@ -22,6 +22,7 @@ from headway.orchestrator import Experiment, Run, Scaling, checkpoint_path, trai
 from headway.orchestrator.runs.metric_history import metric_by_step
 from headway.orchestrator.runs.pointer import Pointer, write_pointer
 from headway.orchestrator.runs.resume import ResumeOptions
+from headway.orchestrator.sweeps.tune import trainable as theirs
 from headway.orchestrator.sweeps.tune.trainable import run_trial
 from headway.orchestrator.train.train_loop import Start
 from headway.trainer import CheckpointConfig, ConfigError, Duration
@@ -48,7 +49,12 @@ class Tune:
         self.name, self.trial_id, self._ends_at = "tiny_1", "1", ends_at
         monkeypatch.setattr(tune, "report", self._report)
         monkeypatch.setattr(tune, "get_checkpoint", lambda: self.checkpoint)
-        context = SimpleNamespace(get_trial_name=lambda: self.name, get_trial_id=lambda: self.trial_id)
+        self.resources = tune.PlacementGroupFactory([{"CPU": 1}])
+        context = SimpleNamespace(
+            get_trial_name=lambda: self.name,
+            get_trial_id=lambda: self.trial_id,
+            get_trial_resources=lambda: self.resources,
+        )
         monkeypatch.setattr(tune, "get_context", lambda: context)
 
     def _report(self, metrics: Mapping[str, Any], checkpoint: tune.Checkpoint | None = None) -> None:
@@ -283,6 +289,24 @@ def test_a_repetition_has_another_seed(tmp_path: Path, monkeypatch: pytest.Monke
 def test_parameters_that_no_run_takes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"with_parameters\(trainable\(\.\.\.\), table=\.\.\.\) has no effect"):
         trainable(experiment(tmp_path))({}, table=[1, 2])
+
+
+def test_a_trial_of_several_workers_whose_process_gets_their_cpus_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by `ResourceChangingScheduler`: its workers would wait forever for what the process reserves."""
+    around, ours = Tune(monkeypatch), replace(experiment(tmp_path), scaling=Scaling(workers=2))
+    result = {"metrics": {}, "last_checkpoint": None, "steps": 0}
+    monkeypatch.setattr(theirs, "_drive", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(theirs, "asdict", lambda _: result)
+    # The user may reserve something for the process itself.
+    for bundle in ({"CPU": 1}, {"CPU": 1}, {"memory": 1}):
+        around.resources = tune.PlacementGroupFactory([bundle])
+        around.train(ours, {})
+    around.resources = tune.PlacementGroupFactory([{"CPU": 4}])
+    with pytest.raises(ConfigError, match=r"reserves {'CPU': 4.0} instead of {'CPU': 1.0}, .*trials of one worker"):
+        around.train(ours, {})
+    around.train(replace(ours, scaling=Scaling()), {})
 
 
 def test_a_metric_that_no_evaluation_has_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

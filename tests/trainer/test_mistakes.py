@@ -404,7 +404,7 @@ def test_the_arguments_of_lightnings_log_are_refused() -> None:
     [
         (lambda each: (each, each, each), r"returned a tuple of 3: return \(train, validation\); several"),
         (lambda each: [each, each, each], "returned a list of 3"),
-        (lambda each: {"train": each, "val": each}, "returned a dict of 2"),
+        (lambda each: {"train": each, "val": each}, r"returned a dict of 2.*StackDataset\(a=..., b=...\)"),
         (lambda each: (each,), "returned a tuple of 1"),
     ],
 )

@@ -16,7 +16,8 @@ from ..private_torch import has_gradient_hooks
 
 COPIED = (
     "is copied after configure_models(), so that the copy would be in no checkpoint: make it there, as "
-    "self.target = copy.deepcopy(self.model), and change its weights in place"
+    "self.target = copy.deepcopy(self.model), or in model= of a Session, which may return a dict of models, and change "
+    "its weights in place"
 )
 _ADVICE = {
     "Expected to have finished reduction in the prior iteration": (

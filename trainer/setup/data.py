@@ -48,7 +48,8 @@ def _train_and_validation(loaders: Any) -> tuple[Any, Any]:
         raise ConfigError(
             f"configure_dataloaders() returned a {type(loaders).__name__} of {len(loaders)}: return (train, "
             'validation); several validation sets are a dict, (train, {"validation": ..., "test": ...}), and '
-            "trainer.evaluate(test) reads others after training"
+            "trainer.evaluate(test) reads others after training. Train on several sets together by one DataLoader "
+            "over a torch.utils.data.StackDataset(a=..., b=...) or ConcatDataset"
         )
     if isinstance(loaders, tuple) and len(loaders) == 2 or num_loaders == 2:
         train, validation = loaders

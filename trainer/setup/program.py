@@ -90,7 +90,8 @@ def collect(program: object, returned: Any, method: str, kinds: Mapping[str, typ
             name = (key if kind == first else f"{key}_{kind}") if key else kind
             if name in named:
                 raise ConfigError(
-                    f"{method}() returned several objects without names: return a dict, such as {{'a': ..., 'b': ...}}"
+                    f"{method}(), or {first}= of a Session, returned several objects without names: return a dict, "
+                    "such as {'a': ..., 'b': ...}"
                 )
             named[name] = each
     for name, each in named.items():

@@ -111,7 +111,8 @@ class Failure:
                 f"{worker} lost its connection to another worker{where}, although no worker is known to have died: "
                 f"{self.message}"
             )
-        return f"{worker} raised {self.kind}{where}{line}: {_one_line(self.message)}"
+        said = _one_line(self.message)
+        return f"{worker} raised {self.kind}{where}{line}{f': {said}' if said else ''}"
 
 
 def _one_line(message: str) -> str:

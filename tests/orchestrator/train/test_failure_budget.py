@@ -127,6 +127,10 @@ def test_a_node_on_which_ranks_died_twice_without_progress_is_avoided(
             "the worker of rank 0 raised KeyError at step 6 (reading data): Caught KeyError in DataLoader worker 0: "
             "KeyError: 'row 3'",
         ),
+        (
+            Failure(attempt=1, rank=1, kind="KeyboardInterrupt", step=5),
+            "the worker of rank 1 raised KeyboardInterrupt at step 5",
+        ),
         (lost(7), "lost node h with ranks 0, 1 at step 7"),
         (
             Failure(

@@ -191,7 +191,7 @@ def _copy_on_ranks(world: World) -> None:
         with pytest.raises(error) as raised:
             CopiesLate(config, world=world).fit()
         said = str(raised.value) + "".join(raised.value.__notes__)
-        assert "make it there, as self.target = copy.deepcopy(self.model)" in said
+        assert "make it there, as self.target = copy.deepcopy(self.model), or in model= of a Session" in said
 
 
 def test_a_copy_of_a_replicated_or_sharded_model_is_told_where_to_make_it() -> None:

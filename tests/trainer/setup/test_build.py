@@ -174,7 +174,7 @@ def test_several_models_are_returned_by_name_and_dataloaders_may_be_attributes()
     ("method", "returned", "message"),
     [
         ("configure_models", 3, r"configure_models\(\) returned int 3; return Module objects"),
-        ("configure_models", (nn.Linear(1, 1), nn.Linear(1, 1)), "several objects without names"),
+        ("configure_models", (nn.Linear(1, 1), nn.Linear(1, 1)), "model= of a Session, returned several objects"),
         (
             "configure_optimizers",
             "Adam",

@@ -24,7 +24,7 @@ from .format.manifest import MANIFEST, Checkpoint, decode_floats, parse_manifest
 from .format.plain_values import encode_state
 from .retention import is_kept, mark_kept
 from .scan import verify_file
-from .snapshot import Shard, Snapshot
+from .snapshot import Layout, Shard, Snapshot
 from .storage import Storage
 
 _FORMAT = 3
@@ -155,7 +155,7 @@ def _write(folder: Path, shared: Mapping[str, Any], ranks: list[dict[str, Any]])
             name: Shard(0, each.dtype, tuple(each.shape), (0,) * each.dim(), tuple(each.shape))
             for name, each in here.items()
         }
-        snapshot = Snapshot(parts, rank_parts, {}, shards, here, own)
+        snapshot = Snapshot(parts, rank_parts, Layout([], {}, shards), here, own)
         files |= snapshot.write(folder, rank)
     return files
 

@@ -10,7 +10,7 @@ gradient. `Optimizer.load_state_dict` alone would cast float32 moments to a bflo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ..distributed.dtensor import strip_wrappers, to_local
 from ..errors import CheckpointError, ConfigError
-from .format.plain_values import iter_tensors, values_of_rows
+from .format.plain_values import PLAIN_TENSORS, iter_tensors, values_of_rows
 
 # Name components added by wrappers. DDP, which wraps the whole model, is removed as a module instead.
 _CHECKPOINTED, _COMPILED = "_checkpoint_wrapped_module", "_orig_mod"
@@ -230,7 +230,9 @@ class OptimizerState:
         """Return the parameter names in the order of the optimizer's indices."""
         known = self._models.names
         held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        if unknown := [index for index, parameter in enumerate(held) if id(parameter) not in known]:
+        names = [known.get(id(parameter), "") for parameter in held]
+        if not all(names):
+            unknown = [index for index, name in enumerate(names) if not name]
             raise ConfigError(
                 f"optimizer {self._name!r} holds {len(unknown)} parameters that belong to none of the models "
                 f"({', '.join(self._models) or 'there is none'}), the first at index {unknown[0]}, of shape "
@@ -239,7 +241,7 @@ class OptimizerState:
                 "and create optimizers in configure_optimizers(), or by optimizer= of a Session: a model that creates "
                 "one itself gives it parameters that sharding replaces"
             )
-        return [known[id(parameter)] for parameter in held]
+        return names
 
     def _parameters_by_name(self) -> dict[str, nn.Parameter]:
         held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
@@ -253,7 +255,7 @@ def _unusual_strides(state: Mapping[str, Any]) -> dict[str, list[int]]:
     usual order.
     """
     values = values_of_rows(state)
-    if values and set(map(type, values)) == {torch.Tensor} and all(map(torch.Tensor.is_contiguous, values)):
+    if values and set(map(type, values)) <= PLAIN_TENSORS and all(map(torch.Tensor.is_contiguous, values)):
         return {}  # as of most optimizers; found in a tenth of the time
     return {
         "/".join(path): list(torch.empty_like(tensor, device="meta").stride())
@@ -306,20 +308,24 @@ def tensors_changed_by_step(
             ]
         values += of_state
     values += others
-    plain = torch.Tensor, nn.Parameter  # `isinstance` takes longer
+    states = list(models.state_by_model.values())
+    parameters = (value for state in states for value in state.values() if isinstance(value, nn.Parameter))
+    is_replicated = functools.cache(lambda: _in_memory_of([*values, *parameters]))  # asked for with several ranks only
+    return _in_memory_of(values), lambda tensor: is_replicated()(tensor)
 
-    def at_one_of(addresses: Container[int]) -> Callable[[torch.Tensor], bool]:
-        return lambda tensor: (tensor if type(tensor) in plain else to_local(tensor)).data_ptr() in addresses
 
-    def addresses(values: Iterable[Any]) -> set[int]:
-        tensors = [each if type(each) in plain else to_local(each) for each in values]
-        return set(map(torch.Tensor.data_ptr, tensors))
+def _in_memory_of(values: Sequence[Any]) -> Callable[[torch.Tensor], bool]:
+    """Return a predicate for tensors that are among these values, or share the memory of one of them.
 
-    changed_by_step = addresses(each for each in values if type(each) in plain or isinstance(each, torch.Tensor))
-    parameters = addresses(
-        value for state in models.state_by_model.values() for value in state.values() if isinstance(value, nn.Parameter)
-    )
-    return at_one_of(changed_by_step), at_one_of(changed_by_step | parameters)
+    Most are among them. That takes a fifth of the time to find out, so addresses are computed only for the others.
+    """
+    ids = set(map(id, values))
+    addresses = functools.cache(lambda: {address(each) for each in values if isinstance(each, torch.Tensor)})
+
+    def address(tensor: torch.Tensor) -> int:
+        return (tensor if type(tensor) in PLAIN_TENSORS else to_local(tensor)).data_ptr()
+
+    return lambda tensor: id(tensor) in ids or address(tensor) in addresses()
 
 
 def _unwrapped_name(key: str) -> str:

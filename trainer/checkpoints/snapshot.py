@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import heapq
 import math
+import operator
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from ..distributed.dtensor import own_part, to_local
 from ..distributed.world import World
 from ..errors import CheckpointError
 from .format.file_checksums import FileChecksum
-from .format.plain_values import Table, encode_state
+from .format.plain_values import PLAIN_TENSORS, Table, encode_state
 from .format.strict_json import check_memory, dump_json
 from .format.tensor_files import DTYPES, TensorFile
 
@@ -99,6 +99,47 @@ class Shard(NamedTuple):
         return tuple(index)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """How the ranks divide the shared tensors among them. Later saves of tensors of the same kinds use it again.
+
+    Attributes:
+        kinds: what the layout follows from, such as the names and shapes of the tensors.
+        num_elements: of each shared tensor, by name.
+        shards: by name, what this rank writes of the shared tensors.
+    """
+
+    kinds: list[Any]
+    num_elements: dict[str, int]
+    shards: dict[str, Shard]
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        world: World,
+        is_replicated: Callable[[torch.Tensor], bool],
+        last: Layout | None,
+    ) -> Layout:
+        """Return the layout of the last save if it is that of these tensors, too, or else a new one.
+
+        Shards that have not changed are used again in any case: several new objects per tensor, alive until the save
+        ends, would make Python's garbage collector go through all objects of the process.
+        """
+        values = tensors.values()
+        columns = (map(operator.attrgetter(name), values) for name in ("shape", "dtype", "device"))
+        sharded = [each for each in values if type(each) not in PLAIN_TENSORS and isinstance(each, DTensor)]
+        kinds = [
+            (world.rank, world.size), list(tensors), list(map(type, values)), *map(list, columns),
+            [(each.device_mesh, each.placements, to_local(each).shape) for each in sharded],
+            [is_replicated(each) for each in values if not isinstance(each, DTensor)] if world.size > 1 else [],
+        ]  # fmt: skip
+        if last is not None and kinds == last.kinds:
+            return last
+        num_elements = {name: tensor.numel() for name, tensor in tensors.items()}
+        return cls(kinds, num_elements, _own_shards(tensors, world, is_replicated, last.shards if last else {}))
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """The state that one rank saves. The tensors are live, so write them before the next update.
@@ -106,16 +147,14 @@ class Snapshot:
     Attributes:
         parts: by shared part, its encoded state.
         rank_parts: by part that belongs to this rank, its encoded state.
-        num_elements: of each shared tensor, by name.
-        shards: by name, what this rank writes of the shared tensors.
-        tensors: by name, the local tensors that it writes.
+        layout: of the shared tensors.
+        tensors: by name, the local tensors that this rank writes.
         rank_tensors: by name, copies of the tensors that belong to this rank.
     """
 
     parts: dict[str, Any]
     rank_parts: dict[str, Any]
-    num_elements: dict[str, int]
-    shards: dict[str, Shard]
+    layout: Layout
     tensors: dict[str, torch.Tensor]
     rank_tensors: dict[str, torch.Tensor]
 
@@ -127,7 +166,7 @@ class Snapshot:
         *,
         world: World,
         is_replicated: Callable[[torch.Tensor], bool] = lambda _: True,
-        known: Mapping[str, Shard] = MappingProxyType({}),
+        last: Layout | None = None,
         tables: dict[str, Table] | None = None,
     ) -> Snapshot:
         """Collect the state of every part.
@@ -138,8 +177,7 @@ class Snapshot:
             world: the ranks that save.
             is_replicated: whether a shared tensor that is not sharded is equal on all ranks, so that any may write it;
                 others are written by the main rank.
-            known: shards of the previous snapshot. Equal ones are used again: several new objects per tensor, alive
-                until the save ends, would make Python's garbage collector go through all objects of the process.
+            last: layout of the previous snapshot.
             tables: of the previous snapshot, as `encode_state` takes them.
 
         Raises:
@@ -148,21 +186,22 @@ class Snapshot:
         """
         encoded: dict[str, Any] = {}
         tensors: dict[str, torch.Tensor] = {}
-        taken: set[str] = set()
         for part, owner in parts.items():
             encoded[part], named = encode_state(part, owner.state_dict(), tables)
-            _add_names(part, named, taken)
-            tensors |= named
+            _check_names(part, named, tensors)
+            tensors.update(named)
         of_rank: dict[str, Any] = {}
         rank_tensors: dict[str, torch.Tensor] = {}
         for part, owner in rank_parts.items():
             of_rank[part], named = encode_state(part, owner.state_dict())
-            _add_names(part, named, taken)
-            rank_tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in named.items()}
-        shards = _own_shards(tensors, world, is_replicated, known)
-        num_elements = dict(zip(tensors, map(torch.Tensor.numel, tensors.values()), strict=True))
-        local = {name: each if type(each := tensors[name]) is torch.Tensor else to_local(each) for name in shards}
-        return cls(encoded, of_rank, num_elements, shards, local, rank_tensors)
+            _check_names(part, named, tensors, rank_tensors)
+            rank_tensors |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
+        with torch.no_grad():  # of a sharded tensor, the local one itself
+            layout = Layout.of(tensors, world, is_replicated, last)
+            local = {
+                name: each if type(each := tensors[name]) in PLAIN_TENSORS else to_local(each) for name in layout.shards
+            }
+        return cls(encoded, of_rank, layout, local, rank_tensors)
 
     def write(self, folder: Path, rank: int) -> dict[str, FileChecksum]:
         """Write this rank's files, and return them.
@@ -171,7 +210,7 @@ class Snapshot:
             CheckpointError: there are so many plain values that they could not be read again.
         """
         written = {tensor_file(rank): TensorFile(self.rank_tensors | self.tensors).write(folder / tensor_file(rank))}
-        shards = {name: shard.as_json() for name, shard in self.shards.items()}
+        shards = {name: shard.as_json() for name, shard in self.layout.shards.items()}
         own = {name: _dtype_name(tensor.dtype) for name, tensor in self.rank_tensors.items()}
         contents: dict[str, Any] = {
             rank_json(rank): {"rank": rank, "tensors": shards, "own_tensors": own, "parts": self.rank_parts}
@@ -187,10 +226,11 @@ class Snapshot:
         return written
 
 
-def _add_names(part: str, named: Iterable[str], taken: set[str]) -> None:
-    if twice := taken.intersection(named):
-        raise CheckpointError(f"two parts have a tensor {min(twice)!r}: rename the part {part!r}")
-    taken.update(named)
+def _check_names(part: str, named: Mapping[str, object], *others: Mapping[str, object]) -> None:
+    for other in others:
+        if not other.keys().isdisjoint(named):
+            twice = min(other.keys() & named.keys())
+            raise CheckpointError(f"two parts have a tensor {twice!r}: rename the part {part!r}")
 
 
 def _own_shards(
@@ -206,21 +246,18 @@ def _own_shards(
     shards: dict[str, Shard] = {}
     loads = [(0, rank) for rank in range(world.size)]
     for name, tensor in tensors.items():
-        if type(tensor) is not torch.Tensor and isinstance(tensor, DTensor):
-            if (shard := _shard_of(name, tensor, world)) is not None:
-                shards[name] = before if (before := known.get(name)) == shard else shard
-            continue
-        rank = 0
-        if world.size > 1 and is_replicated(tensor):
-            load, rank = heapq.heappop(loads)
-            heapq.heappush(loads, (load + tensor.nbytes, rank))
-        if rank == world.rank:
-            shape, dtype, before = tensor.shape, tensor.dtype, known.get(name)
-            # Compared by field, which is faster than making a shard of each tensor to compare it with.
-            if before and before.sizes == shape == before.shape and before.rank == rank and before.dtype == dtype:
-                shards[name] = before
-            else:
-                shards[name] = Shard(rank, dtype, shape, (0,) * len(shape), shape)
+        shard: Shard | None = None
+        if isinstance(tensor, DTensor):
+            shard = _shard_of(name, tensor, world)
+        else:
+            rank = 0
+            if world.size > 1 and is_replicated(tensor):
+                load, rank = heapq.heappop(loads)
+                heapq.heappush(loads, (load + tensor.nbytes, rank))
+            if rank == world.rank:
+                shard = Shard(rank, tensor.dtype, tensor.shape, (0,) * tensor.dim(), tensor.shape)
+        if shard is not None:
+            shards[name] = before if (before := known.get(name)) == shard else shard
     return shards
 
 

@@ -8,6 +8,7 @@ change earlier, such as buffers in a forward pass, are copied before training co
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import CheckpointError
-from ..private_torch import foreach_copy_, version_of
+from ..private_torch import foreach_copy_, versions_of
 
 _ALIGNMENT = 64
 
@@ -26,7 +27,6 @@ class _Deferred(NamedTuple):
 
     names: list[str]
     tensors: list[torch.Tensor]
-    versions: list[int | None]
     copies: list[torch.Tensor]
 
 
@@ -39,6 +39,7 @@ class Staging:
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
         self._layout: object = None
+        self._device: torch.device | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def begin(
@@ -52,27 +53,29 @@ class Staging:
 
         Args:
             tensors: local tensors by name.
-            layout: equal to that of the previous copy only if the names, shapes and types of the tensors are.
+            layout: that of the previous copy only if names, shapes, types and devices of the tensors are the same.
             changes_only_on_step: whether a tensor keeps its value until the optimizer steps.
             sharded: live tensors, by name, whose changes do not show in the local tensors: an operation on a `DTensor`
                 in place counts as a change of it, and not of its shard.
         """
-        if layout != self._layout:
+        if layout is not self._layout:
             self._buffers, self._layout = _allocate(tensors), layout
+            self._device = next((each.device for each in tensors.values() if each.is_cuda), None)
         can_wait = list(map(changes_only_on_step, tensors.values()))
-        names, deferred = (
-            list(itertools.compress(tensors, can_wait)),
-            list(itertools.compress(tensors.values(), can_wait)),
-        )
+        names = list(itertools.compress(tensors, can_wait))
+        copies = list(itertools.compress(self._buffers.values(), can_wait))
+        # Detached, a parameter keeps its memory also if a step gives it another one by `parameter.data = ...`.
+        deferred = [
+            each if type(each) is torch.Tensor else each.detach()
+            for each in itertools.compress(tensors.values(), can_wait)
+        ]
         first = [name for name, waits in zip(tensors, can_wait, strict=True) if not waits]
         watched = {name: tensor for name, tensor in sharded.items() if changes_only_on_step(tensor)}
-        copies = list(map(self._buffers.__getitem__, names))
-        copy = Copy(self._buffers, _Deferred(names, deferred, list(map(version_of, deferred)), copies), watched)
-        device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
-        if device is None:
+        copy = Copy(self._buffers, _Deferred(names, deferred, copies), watched)
+        if self._device is None:
             self._copy_now(tensors, first, non_blocking=False)
         else:
-            self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = self._stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             copy.enqueue(self._stream, first=lambda: self._copy_now(tensors, first, non_blocking=True))
         return copy
 
@@ -113,8 +116,9 @@ class Copy:
         self, tensors: dict[str, torch.Tensor], deferred: _Deferred, sharded: Mapping[str, torch.Tensor]
     ) -> None:
         self.tensors = tensors
-        self._sharded = [(name, tensor, version_of(tensor)) for name, tensor in sharded.items()]
         self._deferred = deferred
+        self._names, self._watched = [*deferred.names, *sharded], [*deferred.tensors, *sharded.values()]
+        self._versions = versions_of(self._watched)
         self._changed: str | None = None
         self._error: Exception | None = None
         self._may_change = False
@@ -157,7 +161,7 @@ class Copy:
             self._error = error
         finally:
             self._done.set()
-            self._deferred, self._sharded = _Deferred([], [], [], []), []
+            self._deferred, self._names, self._watched = _Deferred([], [], []), [], []
 
     def check(self) -> None:
         """Check that all tensors were copied at one instant.
@@ -185,9 +189,8 @@ class Copy:
         """Record whether a tensor has changed too early. Later calls do nothing."""
         with self._lock:
             if not self._may_change:
-                names, tensors, versions, _ = self._deferred
-                columns = itertools.chain(zip(names, tensors, versions, strict=True), self._sharded)
-                self._changed = next((name for name, each, version in columns if version_of(each) != version), None)
+                have_changed = map(operator.ne, versions_of(self._watched), self._versions)
+                self._changed = next(itertools.compress(self._names, have_changed), None)
                 self._may_change = True
 
     @torch.no_grad()

@@ -31,9 +31,9 @@ def capture_state(parts: Mapping[str, Stateful], rank_parts: Mapping[str, Statef
         "rank": world.rank,
         "parts": {part: encoded for part, (encoded, _) in of_parts.items()},
         "layouts": {name: (tuple(tensor.shape), _sharding(tensor)) for name, tensor in tensors.items()},
-        "tensors": {name: to_local(tensor).to("cpu", copy=True) for name, tensor in tensors.items()},
+        "tensors": {name: to_local(tensor).detach().to("cpu", copy=True) for name, tensor in tensors.items()},
         "rank_parts": {
-            part: (encoded, {name: tensor.to("cpu", copy=True) for name, tensor in named.items()})
+            part: (encoded, {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()})
             for part, (encoded, named) in of_rank.items()
         },
     }

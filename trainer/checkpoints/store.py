@@ -37,7 +37,7 @@ from .format.plain_values import Table
 from .reader import CheckpointReader, FetchedFiles
 from .retention import Mode, Retention, is_kept
 from .scan import ScannedCheckpoint, read_checkpoint, scan, split_path, verify_file
-from .snapshot import Shard, Snapshot, missing_elements, rank_of
+from .snapshot import Layout, Snapshot, missing_elements, rank_of
 from .staging import Staging
 from .storage import Storage, open_storage
 
@@ -111,9 +111,9 @@ class CheckpointStore:
         self._storage = open_storage(root)
         self._staging = Staging()
         self._saver = BackgroundSaver()
-        self._shards: dict[str, Shard] = {}
+        self._layout: Layout | None = None
         self._tables: dict[str, Table] = {}
-        self._complete_shards: dict[str, Shard] | None = None
+        self._complete_layout: Layout | None = None
         self.began_after: int = 0
         self.ownership_problem: Callable[[], str | None] = _no_op
         self._sequence = 0
@@ -182,7 +182,7 @@ class CheckpointStore:
         info, alone = _CheckpointInfo(step, epoch, dict(metrics), meta), self.world.size == 1
         try:
             snapshot = self._snapshot(parts, rank_parts, is_replicated or changes_only_on_step)
-            copy = self._staging.begin(snapshot.tensors, snapshot.shards, changes_only_on_step, sharded)
+            copy = self._staging.begin(snapshot.tensors, snapshot.layout, changes_only_on_step, sharded)
         except Exception as error:
             # Raised in the save thread, where the other ranks wait for this one in a collective.
             failure = error
@@ -215,7 +215,7 @@ class CheckpointStore:
         """
         with contextlib.suppress(Exception):
             snapshot = self._snapshot(parts, {}, is_replicated)
-            copy = self._staging.begin(snapshot.tensors, snapshot.shards, changes_only_on_step)
+            copy = self._staging.begin(snapshot.tensors, snapshot.layout, changes_only_on_step)
             self._saver.rehearse(copy.finish)
 
     def _snapshot(
@@ -225,9 +225,9 @@ class CheckpointStore:
         is_replicated: Callable[[torch.Tensor], bool],
     ) -> Snapshot:
         snapshot = Snapshot.of(
-            parts, rank_parts, world=self.world, is_replicated=is_replicated, known=self._shards, tables=self._tables
+            parts, rank_parts, world=self.world, is_replicated=is_replicated, last=self._layout, tables=self._tables
         )
-        self._shards = snapshot.shards
+        self._layout = snapshot.layout
         return snapshot
 
     def _write(self, info: _CheckpointInfo, snapshot_of: Callable[[], Snapshot]) -> Checkpoint:
@@ -237,7 +237,7 @@ class CheckpointStore:
 
         def take() -> bool:
             taken.append(snapshot_of())
-            return taken[0].shards == self._complete_shards
+            return taken[0].layout is self._complete_layout
 
         if not all(gather_from_all(self.world, doing, take)):
             self._check_complete(doing, taken[0])
@@ -588,10 +588,10 @@ class CheckpointStore:
 
     def _check_complete(self, doing: str, snapshot: Snapshot) -> None:
         """Check on the main rank that the ranks write each tensor once; needed only if what they write has changed."""
-        ranks = self.world.gather_object(snapshot.shards)
+        ranks = self.world.gather_object(snapshot.layout.shards)
 
         def check() -> None:
-            if wrong := missing_elements(ranks, snapshot.num_elements):
+            if wrong := missing_elements(ranks, snapshot.layout.num_elements):
                 name, count = next(iter(wrong.items()))
                 raise CheckpointError(
                     f"{abs(count)} elements of {name} would {'not be saved' if count > 0 else 'be saved twice'}: state "
@@ -599,7 +599,7 @@ class CheckpointStore:
                 )
 
         on_main(self.world, doing, check)
-        self._complete_shards = snapshot.shards
+        self._complete_layout = snapshot.layout
 
     def _retain(self, committed: str, step: int) -> None:
         names = [name for name in self._storage.names() if name.split(".")[0] == _name(step) and name != committed]

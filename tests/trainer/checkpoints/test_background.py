@@ -561,6 +561,24 @@ def test_a_save_waits_for_the_one_that_is_under_way(tmp_path: Path, monkeypatch:
     assert most == [1]
 
 
+def test_a_weight_that_gets_other_memory_during_the_copy_is_saved_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as that of a step that computes with a rounded copy in `parameter.data`, and restores it."""
+    model, optimizer = _training()
+    continues, finish = threading.Event(), Copy.finish
+    monkeypatch.setattr(Copy, "finish", lambda self: (continues.wait(), finish(self)))
+    before = _values(model, optimizer)
+    store = CheckpointStore(tmp_path, world=ALONE)
+    saving = _begin(store, model, optimizer, 1)
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter)
+    continues.set()
+    other_model, other = _training()
+    store.load(_parts(other_model, other), rank_parts={}, checkpoint=saving.result())
+    assert all(torch.equal(*pair) for pair in zip(before, _values(other_model, other), strict=True))
+
+
 class Teaches(TinyTrainer):
     """A teacher, held by no optimizer, which follows the weights at the beginning of a step, as in DINO and MoCo."""
 

@@ -316,7 +316,122 @@ def test_a_later_save_keeps_no_new_objects_for_each_tensor(tmp_path: Path, monke
     for step, rows in enumerate((2, 2, 3)):
         state = {"same": torch.zeros(4), "resized": torch.zeros(rows)}
         store.save({"part": KeptState(state)}, rank_parts={}, step=step, epoch=0, metrics={}, meta={})
-    first, second, third = (each.shards for each in taken)
-    assert all(first[name] is second[name] for name in first)
+    assert taken[0].layout is taken[1].layout
+    first, _, third = (each.layout.shards for each in taken)
     assert first["part/same"] is third["part/same"]
     assert (first["part/resized"].shape, third["part/resized"].shape) == ((2,), (3,))
+
+
+def _grow(state: dict[str, Any]) -> None:
+    weight = state["models"]["net"]["embedding"]
+    weight.data = torch.cat([weight.data, torch.full((2, 3), 7.0)])
+
+
+def _transpose(state: dict[str, Any]) -> None:
+    with torch.no_grad():
+        state["models"]["net"]["square"].t_()
+
+
+def _cast(state: dict[str, Any]) -> None:
+    state["models"]["net"]["square"].data = state["models"]["net"]["square"].data.double()
+
+
+def _replace(state: dict[str, Any]) -> None:
+    state["models"]["net"]["square"] = nn.Parameter(torch.full((3, 3), 5.0))
+
+
+def _change_in_place(state: dict[str, Any]) -> None:
+    with torch.no_grad():
+        for each in state["models"]["net"].values():
+            each.add_(1)
+
+
+def _tie(state: dict[str, Any]) -> None:
+    state["models"]["net"]["head"] = state["models"]["net"]["embedding"]
+
+
+def _untie(state: dict[str, Any]) -> None:
+    state["models"]["net"]["tied"] = nn.Parameter(torch.full((3, 3), 4.0))
+
+
+def _swap_names(state: dict[str, Any]) -> None:
+    model = state["models"]["net"]
+    model["square"], model["head"] = model["head"], model["square"]
+
+
+def _begin_optimizer_state(state: dict[str, Any]) -> None:
+    state["optimizer"]["embedding"] = {"exp_avg": torch.full((4, 3), 2.0), "step": torch.tensor(1.0)}
+
+
+def _add_a_parameter(state: dict[str, Any]) -> None:
+    state["models"]["net"] = {"first": nn.Parameter(torch.ones(2)), **state["models"]["net"]}
+
+
+def _rename(state: dict[str, Any]) -> None:
+    state["models"]["net"]["renamed"] = state["models"]["net"].pop("embedding")
+
+
+def _change_values(state: dict[str, Any]) -> None:
+    state["groups"] = [{"lr": 0.5, "params": ["square", "embedding"]}]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        _grow, _transpose, _cast, _replace, _change_in_place, _tie, _untie, _swap_names, _begin_optimizer_state,
+        _add_a_parameter, _rename, _change_values,
+    ],
+)  # fmt: skip
+def test_a_state_that_has_changed_since_the_last_save_is_saved_as_it_is_now(
+    tmp_path: Path, change: Any, in_background: bool
+) -> None:
+    square = nn.Parameter(torch.arange(9.0).view(3, 3))
+    state: dict[str, Any] = {
+        "models": {
+            "net": {
+                "embedding": nn.Parameter(torch.ones(4, 3)), "square": square, "tied": square,
+                "head": nn.Parameter(torch.full((3, 3), 3.0)),
+            },
+        },
+        "optimizer": {"square": {"exp_avg": torch.zeros(3, 3), "step": torch.tensor(0.0)}},
+        "groups": [{"lr": 0.1, "params": ["embedding", "square"]}],
+    }  # fmt: skip
+    parts, described = {"part": KeptState(state)}, {"epoch": 0, "metrics": {}, "meta": {}}
+    reusing, alone = (CheckpointStore(tmp_path / name, world=ALONE) for name in ("reusing", "alone"))
+
+    def save(step: int) -> Checkpoint:
+        if not in_background:
+            return reusing.save(parts, rank_parts={}, step=step, **described)  # type: ignore[arg-type]
+        saving = reusing.begin_save(
+            parts, rank_parts={}, step=step, **described,  # type: ignore[arg-type]
+            changes_only_on_step=lambda tensor: isinstance(tensor, nn.Parameter),
+        )  # fmt: skip
+        return saving.result()
+
+    save(1)
+    save(2)
+    change(state)
+    now, expected = save(3), alone.save(parts, rank_parts={}, step=3, **described)  # type: ignore[arg-type]
+    for file in ("rank-00000.safetensors", "rank-00000.json", "state.json"):
+        assert Path(now.path, file).read_bytes() == Path(expected.path, file).read_bytes()
+    loaded = _load(ALONE, now)
+    assert {key: each.tolist() for key, each in loaded["models"]["net"].items()} == {
+        key: each.tolist() for key, each in state["models"]["net"].items()
+    }
+    assert loaded["groups"] == state["groups"]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(2, 2).to_sparse(), torch.ones(2, 2, device="meta"), torch.ones(2, 2).as_subclass(Marked)],
+    ids=["sparse", "meta", "subclass"],
+)
+def test_a_tensor_that_cannot_be_saved_is_refused_in_a_later_save_too(tmp_path: Path, tensor: torch.Tensor) -> None:
+    state = {"model": {"weight": torch.ones(2, 2)}}
+    store = CheckpointStore(tmp_path, world=ALONE)
+    for step in (1, 2):
+        store.save({"part": KeptState(state)}, rank_parts={}, step=step, epoch=0, metrics={}, meta={})
+    state["model"]["weight"] = tensor
+    with pytest.raises(CheckpointError, match="part 'part', key 'model/weight' holds a"):
+        store.save({"part": KeptState(state)}, rank_parts={}, step=3, epoch=0, metrics={}, meta={})

@@ -39,7 +39,8 @@ from ...errors import CheckpointError
 
 _AS_IN_JSON = frozenset((str, bool, type(None)))
 _LEAVES = frozenset((int, float, bool, str, bytes, type(None)))
-_PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+"""Types of tensors that are not sharded and hold no others; a look-up takes less time than `isinstance`."""
 _layout = operator.attrgetter("layout", "is_quantized", "is_nested", "is_meta")
 _PLAIN_LAYOUT = (torch.strided, False, False, False)
 _MANY_BYTES = 256
@@ -56,6 +57,7 @@ class Table(NamedTuple):
         keys: the keys of the outer dict, and then of all inner dicts.
         lengths: of the inner dicts.
         wanted: the name of each tensor unless it is tied to another.
+        ids: of the tensors of the last save, which need not be checked again.
         names: the name of each tensor.
         encoded: the JSON.
     """
@@ -63,12 +65,13 @@ class Table(NamedTuple):
     keys: list[str]
     lengths: list[int]
     wanted: list[str]
+    ids: list[int]
     names: list[str]
     encoded: dict[str, Any]
 
 
 def encode_state(part: str, state: Any, tables: dict[str, Table] | None = None) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the JSON of a state, and its tensors by name ("part/key/key"), which are not copied.
+    """Return the JSON of a state, and its live tensors by name ("part/key/key").
 
     Later changes of the state do not affect the JSON, which must not be changed.
 
@@ -83,12 +86,14 @@ def encode_state(part: str, state: Any, tables: dict[str, Table] | None = None) 
     """
     tensors = _TensorNames({} if tables is None else tables)
     try:
-        return _encode(state, part, tensors), tensors.detached()
+        encoded = _encode(state, part, tensors)
     except RecursionError as error:
         raise CheckpointError(
             f"the state of part {part!r} contains itself, or is nested too deeply: return plain values from "
             "state_dict()"
         ) from error
+    tensors.check()
+    return encoded, tensors.by_name
 
 
 def decode_state(encoded: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
@@ -160,7 +165,8 @@ class _TensorNames:
 
     def __init__(self, tables: dict[str, Table]) -> None:
         self.tables = tables
-        self._by_name: dict[str, torch.Tensor] = {}
+        self.by_name: dict[str, torch.Tensor] = {}
+        self._unchecked: dict[str, torch.Tensor] = {}
         self._names: dict[int, str] = {}  # by id, which is unique because the tensors above are alive
 
     def add(self, wanted: str, tensor: torch.Tensor) -> str:
@@ -169,35 +175,38 @@ class _TensorNames:
         if name is not wanted:
             return name
         count = 1
-        while name in self._by_name:
+        while name in self.by_name:
             name, count = f"{wanted}#{count}", count + 1
             self._names[id(tensor)] = name
-        self._by_name[name] = tensor
+        self.by_name[name] = self._unchecked[name] = tensor
         return name
 
-    def add_all(self, wanted: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[str] | None:
+    def add_all(
+        self, wanted: Sequence[str], tensors: Sequence[torch.Tensor], ids: Sequence[int], *, are_checked: bool
+    ) -> list[str] | None:
         """Return the names of many tensors, of which each wants another; None, and add none, if one is not free."""
-        if not self._by_name.keys().isdisjoint(wanted):
+        if not self.by_name.keys().isdisjoint(wanted):
             return None
-        names = list(map(self._names.setdefault, map(id, tensors), wanted))
-        self._by_name.update(zip(names, tensors, strict=True))
+        names = list(map(self._names.setdefault, ids, wanted))
+        self.by_name.update(zip(names, tensors, strict=True))
+        if not are_checked:
+            self._unchecked.update(zip(names, tensors, strict=True))
         return names
 
-    def detached(self) -> dict[str, torch.Tensor]:
-        """Return the tensors by name, without their autograd graph.
+    def check(self) -> None:
+        """Check that all tensors can be saved.
 
         Raises:
-            CheckpointError: one of them cannot be saved.
+            CheckpointError: one of them cannot.
         """
-        tensors = self._by_name.values()
-        if set(map(type, tensors)) - _PLAIN_TENSORS or any(map(_PLAIN_LAYOUT.__ne__, map(_layout, tensors))):
-            for name, tensor in self._by_name.items():
+        tensors = self._unchecked.values()
+        if set(map(type, tensors)) - PLAIN_TENSORS or any(map(_PLAIN_LAYOUT.__ne__, map(_layout, tensors))):
+            for name, tensor in self._unchecked.items():
                 _check_tensor(tensor, name)
-        return {name: each.detach() if each.requires_grad else each for name, each in self._by_name.items()}
 
 
 def _check_tensor(tensor: torch.Tensor, path: str) -> None:
-    if type(tensor) in _PLAIN_TENSORS:
+    if type(tensor) in PLAIN_TENSORS:
         pass
     elif isinstance(tensor, DTensor):
         local = tensor.to_local()
@@ -248,22 +257,23 @@ def _encode_table(rows: dict[str, Any], path: str, tensors: _TensorNames) -> Any
     In columns, by functions in C: models and optimizers have thousands of tensors, and a save delays the training.
     """
     values = values_of_rows(rows)
-    if not values or not set(map(type, values)) <= _PLAIN_TENSORS:
+    if not values or not set(map(type, values)) <= PLAIN_TENSORS:
         return None
     keys, lengths = [*rows, *itertools.chain.from_iterable(rows.values())], list(map(len, rows.values()))
-    table = tensors.tables.get(path)
+    ids, table = list(map(id, values)), tensors.tables.get(path)
     if table is None or table.keys != keys or table.lengths != lengths:
         wanted = [f"{path}/{row}/{key}" for row, each in rows.items() for key in each]
         if len(set(wanted)) != len(wanted) or any([type(key) is not str or key[:1] == "$" for key in keys]):
             return None
-        table = Table(keys, lengths, wanted, [], {})
-    names = tensors.add_all(table.wanted, values)
+        table = Table(keys, lengths, wanted, [], [], {})
+    names = tensors.add_all(table.wanted, values, ids, are_checked=ids == table.ids)
     if names is None:
         return None
     if names != table.names:  # in a new table, or because other tensors are tied
         following = iter(names)
         encoded = {row: {key: {"$tensor": next(following)} for key in each} for row, each in rows.items()}
-        table = tensors.tables[path] = table._replace(names=names, encoded=encoded)
+        table = table._replace(names=names, encoded=encoded)
+    tensors.tables[path] = table._replace(ids=ids)
     return table.encoded
 
 
@@ -321,6 +331,8 @@ def _encode_bytes(value: bytes, path: str, tensors: _TensorNames) -> Any:
 
 
 def _items(values: Any, path: str, tensors: _TensorNames) -> list[Any]:
+    if set(map(type, values)) <= _AS_IN_JSON:  # such as the names of thousands of parameters
+        return list(values)
     return [_encode(each, f"{path}/{index}", tensors) for index, each in enumerate(values)]
 
 

@@ -417,6 +417,11 @@ class Search:
                 f"scheduler={name}(...) would change the resources of trials, which a sweep keeps: use "
                 "it in a Tuner of trainable(experiment)"
             )
+        if any(each.__name__ == "PopulationBasedTrainingReplay" for each in type(scheduler).__mro__):
+            raise ConfigError(
+                f"scheduler={name}(...) would replace the values that the search gives to a trial: use it in a Tuner "
+                "of trainable(experiment)"
+            )
         judged = scheduler.metric, tune_setting(scheduler, "mode", self.mode)
         accepts = copy.deepcopy(scheduler).set_search_properties(self.metric, self.mode)
         if not accepts and judged != (self.metric, self.mode):

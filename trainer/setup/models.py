@@ -42,8 +42,7 @@ def make_models(program: Program, ctx: RunContext, numerics: Numerics, *, shapes
     the user's code gives to them, or if that code does not run there, they are created again with their values. If they
     are to be sharded, only the main rank keeps values; the others need not create them where code runs on the meta
     device and makes the same tensors there, and otherwise take turns, so that a machine has room for one model besides
-    that of the main rank. Code that communicates runs on all ranks at
-    once.
+    that of the main rank. Code that communicates runs on all ranks at once.
 
     Args:
         program: gets the models as attributes.

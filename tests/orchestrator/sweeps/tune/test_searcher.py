@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ray.tune.schedulers import (
     HyperBandScheduler,
     MedianStoppingRule,
     PopulationBasedTraining,
+    PopulationBasedTrainingReplay,
     ResourceChangingScheduler,
 )
 from ray.tune.schedulers.pb2 import PB2
@@ -204,6 +206,14 @@ def test_what_a_searcher_cannot_do_is_refused(tmp_path: Path) -> None:
 def test_parts_of_ray_tune_that_would_have_no_effect_are_refused(settings: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         Search(**{"space": SPACE, **settings})
+
+
+def test_a_replay_of_pbt_is_refused(tmp_path: Path) -> None:
+    """It would replace the values of the trial, and its name in the sweep with them."""
+    policy = tmp_path / "pbt_policy_x.txt"
+    policy.write_text(json.dumps(["x", "x", 2, 2, {RATE: 0.1}, {RATE: 0.01}]))
+    with pytest.raises(ConfigError, match="would replace the values that the search gives to a trial"):
+        Search(space=SPACE, trials=1, scheduler=PopulationBasedTrainingReplay(str(policy)))
 
 
 def test_schedulers_of_ray_tune_are_taken() -> None:

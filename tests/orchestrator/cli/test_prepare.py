@@ -143,7 +143,7 @@ def test_images_are_prepared_and_shown(capsys: pytest.CaptureFixture[str], tmp_p
     output = str(tmp_path / "out")
     code, out, err = run(capsys, "data", "prepare-images", str(tmp_path / "photos"), "-o", output, "--size", "8")
     assert (code, err) == (0, "")
-    assert "prepared: 6 rows, 1 Parquet files" in out
+    assert "prepared: 6 rows, 1 Parquet file (" in out
     code, out, _ = run(capsys, "data", "show", output)
     assert code == 0
     assert "image" in out

@@ -14,6 +14,9 @@ SCHEDULES ?= 200
 WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --durations=20 --maxfail=10
 
+# Otherwise each of a thousand processes would compile what it imports of this repository, and pytest rewrite its assertions.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Tests of trainer/ that need a GPU, apart from those that import Ray.
 GPU_TESTS := tests/gpu $(addprefix tests/trainer/,callbacks/test_throughput.py metrics/test_means.py \
 	metrics/test_reductions.py setup/test_float8.py step/test_optimizer_step.py)

@@ -33,7 +33,7 @@ from headway.orchestrator.runs.ownership import lease_lost
 from headway.orchestrator.runs.run import Driver, Run
 from headway.orchestrator.storage.events import Event, EventWriter, JsonlTail, read_events
 from headway.orchestrator.storage.folder import Folder, absolute
-from headway.orchestrator.train import driver
+from headway.orchestrator.train import driver, driver_watch
 from headway.orchestrator.train.driver import RunDriver
 from headway.trainer import World
 from headway.trainer.checkpoints import storage
@@ -255,6 +255,8 @@ def test_a_fit_that_has_lost_its_run_writes_nothing_more_into_it(
 
     monkeypatch.setattr(RunDriver, "run", wake_up)
     monkeypatch.setattr(driver, "placed_groups", set)
+    # It would start Ray, if there is none.
+    monkeypatch.setattr(driver_watch, "watch_driver", lambda *_: nullcontext())
     monkeypatch.setattr(connect, "ray_connection", lambda *_, **__: nullcontext(True))
     monkeypatch.setattr(connect, "clamp_to_machine", lambda scaling: scaling)
     monkeypatch.setattr(connect, "unused_gpus", lambda _: None)
@@ -274,6 +276,8 @@ def test_a_storage_that_is_away_does_not_hide_the_error(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(RunDriver, "run", fail)
     monkeypatch.setattr(driver, "placed_groups", set)
+    # It would start Ray, if there is none.
+    monkeypatch.setattr(driver_watch, "watch_driver", lambda *_: nullcontext())
     monkeypatch.setattr(connect, "ray_connection", lambda *_, **__: nullcontext(True))
     monkeypatch.setattr(connect, "clamp_to_machine", lambda scaling: scaling)
     monkeypatch.setattr(connect, "unused_gpus", lambda _: None)

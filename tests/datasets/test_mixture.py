@@ -450,7 +450,7 @@ def test_a_row_group_in_which_an_epoch_ends_is_read_once_for_both_epochs(sources
     [
         pytest.param(8, "", 8, id="whole"),
         pytest.param(64, "read again", 4, id="parts", marks=pytest.mark.extended),
-        pytest.param(64, "on disk", 4, id="disk"),
+        pytest.param(64, "on disk", 4, id="disk", marks=pytest.mark.extended),
     ],
 )
 def test_100_sources_hold_few_rows_of_each_for_each_shard_and_no_open_file(

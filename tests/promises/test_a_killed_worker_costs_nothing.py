@@ -146,6 +146,7 @@ def test_every_row_was_seen_once_in_every_epoch(reference: tuple[Experiment, Run
         assert sorted(row for seen in ranks for step in steps for row in seen.get(step, [])) == list(range(ROWS))
 
 
+@pytest.mark.extended
 def test_one_process_and_two_ray_workers_have_the_same_losses(ray_session: None, tmp_path: Path, data: str) -> None:
     """The losses equal those without Ray."""
     on_ray = experiment("on-ray", tmp_path, data, dropout=0.0, max_epochs=None, max_steps=20)

@@ -198,7 +198,7 @@ def _until_the_end(
     return trainer.seen, [line for line in said if line.startswith("mixture")], trainer.model.weight.item()
 
 
-@pytest.mark.parametrize("ends", ["drop", "stop"])
+@pytest.mark.parametrize("ends", [pytest.param("drop", marks=pytest.mark.extended), "stop"])
 def test_where_sources_end_too_and_equals_a_run_that_was_never_interrupted(folder: Path, ends: str) -> None:
     rng = random.Random(ends)
     at = sorted(rng.sample(range(2, 60), 4))

@@ -90,7 +90,13 @@ def test_micro_batches(reference: dict[str, Any], micro_batch_size: int) -> None
 
 @pytest.mark.parametrize(
     ("strategy", "world_size", "micro_batch_size"),
-    [("ddp", 2, 4), ("ddp", 3, 8), ("fsdp", 2, 8), ("fsdp", 3, 4), ("hsdp", 4, 8)],
+    [
+        pytest.param("ddp", 2, 4, marks=pytest.mark.extended),
+        ("ddp", 3, 8),
+        pytest.param("fsdp", 2, 8, marks=pytest.mark.extended),
+        ("fsdp", 3, 4),
+        ("hsdp", 4, 8),
+    ],
 )
 def test_ranks_and_strategies(reference: dict[str, Any], strategy: str, world_size: int, micro_batch_size: int) -> None:
     """Neither 16 nor the last batch of 7 divides by 3 ranks: their weights differ, and the result does not."""
@@ -149,7 +155,12 @@ def test_bf16_computes_forward_only(reference: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [(("ddp", 2), ("fsdp", 2)), (("fsdp", 2), ("ddp", 3)), (("fsdp", 3), ("ddp", 1)), (("ddp", 1), ("fsdp", 3))],
+    [
+        (("ddp", 2), ("fsdp", 2)),
+        pytest.param(("fsdp", 2), ("ddp", 3), marks=pytest.mark.extended),
+        (("fsdp", 3), ("ddp", 1)),
+        pytest.param(("ddp", 1), ("fsdp", 3), marks=pytest.mark.extended),
+    ],
     ids=str,
 )
 def test_resuming_at_other_ranks_and_strategies(

@@ -86,7 +86,7 @@ def _two_ranks(world: World, folder: str, strategy: str) -> dict[str, Any]:
     return {"seen": interrupted["seen"], "weights": interrupted["weights"]}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.extended)])
 def test_two_ranks_each_with_its_own_random_numbers(tmp_path: Path, strategy: str) -> None:
     ranks = run_on_ranks(_two_ranks, 2, str(tmp_path), strategy)
     for name, value in ranks[0]["weights"].items():

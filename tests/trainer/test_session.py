@@ -398,7 +398,7 @@ def _on_ranks(world: World, strategy: str, exact: bool, folder: str, stop: bool)
     return load_weights(run.result.last_checkpoint)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.extended)])
 def test_two_ranks_train_what_one_trains_and_resume(strategy: str, tmp_path: Path) -> None:
     alone = _on_ranks(SINGLE, strategy, False, str(tmp_path / "alone"), False)
     whole, _ = run_on_ranks(_on_ranks, 2, strategy, False, str(tmp_path / "whole"), False)

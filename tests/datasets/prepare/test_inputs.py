@@ -39,7 +39,7 @@ def documents_of(folder: str) -> list[str]:
     return [ByteTokenizer().decode(each) for file in files for each in pq.read_table(file)["tokens"].to_pylist()]
 
 
-@pytest.mark.parametrize("part_bytes", [1, 50, 97, 1000, 10**6])
+@pytest.mark.parametrize("part_bytes", [pytest.param(1, marks=pytest.mark.extended), 50, 97, 1000, 10**6])
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
 def test_every_line_is_read_once_wherever_the_file_is_cut(tmp_path: Path, name: str, part_bytes: int) -> None:
     path = write_lines(tmp_path / name, [*rows_of(DOCUMENTS)[:50], "", *rows_of(DOCUMENTS)[50:]])

@@ -182,6 +182,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
+@pytest.mark.extended
 def test_a_bucket_on_both_sides(lines: Path, tmp_path: Path, bucket: str) -> None:
     """Killed in the middle; until it is finished, the folder is refused as data."""
     fs = fsspec.filesystem("s3")

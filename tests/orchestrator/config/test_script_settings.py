@@ -68,6 +68,7 @@ def _run(folder: Path, *arguments: str) -> str:
     return ended.stdout
 
 
+@pytest.mark.extended
 def test_a_worker_has_what_the_script_has_set(tmp_path: Path) -> None:
     (tmp_path / "reads_when_imported.py").write_text("import os; VALUE = os.environ['SET_BY_THE_SCRIPT']")
     for name, text in {"script": SCRIPT, "worker": WORKER}.items():

@@ -80,6 +80,7 @@ def test_it_finds_better_values_than_chance_and_keeps_to_the_space() -> None:
     assert statistics.median(map(loss, highest[20:])) > 1.25 * by_chance
 
 
+@pytest.mark.extended
 def test_the_same_past_gives_the_same_suggestion_in_any_process() -> None:
     past = tried_in_turn(search(), 25)
     wanted = [search().suggest(25 + number, past) for number in range(3)]

@@ -85,7 +85,11 @@ class Watched(TinyTrainer):
         (ASHA(reduction=2, max_evaluations=4), [1e-2, 1e-5, 1e-6, 1e-7]),
         (MedianStopping(trials=2), [1e-2, 1e-2, 1e-6, 1e-7, 1e-7]),
         # Six are in brackets that prune before the end; two are not pruned.
-        (HyperBand(reduction=2, max_evaluations=4), [1e-2, 1e-2, 1e-2, 1e-5, 1e-6, 1e-6, 1e-7, 1e-7]),
+        pytest.param(
+            HyperBand(reduction=2, max_evaluations=4),
+            [1e-2, 1e-2, 1e-2, 1e-5, 1e-6, 1e-6, 1e-7, 1e-7],
+            marks=pytest.mark.extended,
+        ),
     ],
 )
 def test_bad_trials_end_early_and_each_of_them_has_a_checkpoint(

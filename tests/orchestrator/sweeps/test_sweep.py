@@ -146,7 +146,9 @@ def test_a_trial_whose_process_dies_too_often_says_so(tmp_path: Path) -> None:
     assert "died" in (results.trials[0].error or "")
 
 
-@pytest.mark.parametrize("workers", [2, (1, 2)], ids=["fixed", "elastic"])
+@pytest.mark.parametrize(
+    "workers", [pytest.param(2, id="fixed"), pytest.param((1, 2), id="elastic", marks=pytest.mark.extended)]
+)
 def test_trials_of_several_workers(tmp_path: Path, workers: int | tuple[int, int]) -> None:
     """Two trials of two workers each fill the four CPUs; the checkpoints of the worse one are deleted."""
     experiment = Experiment(

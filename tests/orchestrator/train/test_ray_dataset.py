@@ -59,6 +59,7 @@ def test_fit_divides_a_dataset_among_its_workers(ray_session: None, tmp_path: Pa
     check(result.run_dir, rows=48)
 
 
+@pytest.mark.extended
 # Ray reads its own snapshot with a deprecated method of pydantic.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_torch_trainer_divides_its_datasets(ray_session: None, tmp_path: Path) -> None:

@@ -196,6 +196,7 @@ def test_requests_through_ray_to_scale_up_are_for_one_attempt(tmp_path: Path) ->
     assert asked == [0, 4]
 
 
+@pytest.mark.extended
 def test_who_has_lost_the_run_to_another_driver_ends_at_once(tmp_path: Path) -> None:
     """Two attempts must not write to one run, even if the first was not ended otherwise."""
     run = open_run(experiment(tmp_path)).run

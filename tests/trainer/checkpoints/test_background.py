@@ -385,7 +385,7 @@ def test_a_run_goes_on_from_any_checkpoint_that_was_saved_while_it_trained(tmp_p
     _run_and_resume(ALONE, str(tmp_path), "none")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.extended)])
 def test_ranks_hear_of_a_checkpoint_at_the_same_update(tmp_path: Path, strategy: str) -> None:
     first, second = run_on_ranks(_run_and_resume, 2, str(tmp_path), strategy)
     assert first == second
@@ -633,6 +633,6 @@ def test_a_teacher_that_follows_in_the_step_is_saved_as_it_was(tmp_path: Path, c
     _teaches(ALONE, str(tmp_path), "none", cls)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.extended)])
 def test_a_teacher_on_ranks_is_saved_as_it_was(tmp_path: Path, strategy: str) -> None:
     run_on_ranks(_teaches, 2, str(tmp_path), strategy)

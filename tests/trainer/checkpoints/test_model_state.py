@@ -297,6 +297,7 @@ def resume_all(world: World, saved: dict[Any, Checkpoint], strategies: tuple[str
     }
 
 
+@pytest.mark.extended
 def test_saved_under_one_strategy_and_number_of_ranks_resumed_under_all_others() -> None:
     with tempfile.TemporaryDirectory() as root:
         ran: dict[tuple[int, str, str], list[Any]] = {}

@@ -547,7 +547,7 @@ def _break_on_ranks(world: World, folder: str, strategy: str) -> bool:
     return _same(weights(whole_run), weights(broken))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.extended)])
 def test_after_an_error_inside_an_update_ranks_go_on_as_if_there_had_been_none(tmp_path: Path, strategy: str) -> None:
     """FSDP2 cannot drop the gradients of a failed update, so a new trainer is required."""
     assert run_on_ranks(_break_on_ranks, 2, str(tmp_path), strategy) == [True, True]

@@ -217,7 +217,7 @@ def test_shards_are_not_loaded_where_they_do_not_belong() -> None:
         assert "sharded as [Shard(dim=0)] over (2,) ranks and is now not sharded: load a state under" in to_whole
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.extended)])
 def test_every_rank_keeps_its_own(strategy: str) -> None:
     for same, messages in run_on_ranks(_on_two_ranks, 2, strategy):
         assert same

@@ -177,7 +177,13 @@ def _fit(data: Any, config: TinyConfig, **options: Any) -> tuple[list[Any], dict
     return trainer.seen, weights(trainer), result
 
 
-@pytest.mark.parametrize("name", SOURCES)
+# `make test` has one or two of each library.
+EXTENDED = ("grain, endless iterator", "grain, loader", "torchdata, workers")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.extended) if each in EXTENDED else each for each in SOURCES]
+)
 def test_a_run_resumes_where_the_state_of_its_data_says(tmp_path: Path, name: str) -> None:
     make = SOURCES[name]
     seen, expected, result = _fit(make, _config(), run_dir=tmp_path / "whole")

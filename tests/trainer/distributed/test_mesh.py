@@ -232,7 +232,9 @@ def alone() -> dict[type[Writer], dict[str, Any]]:
         pytest.param(Untied, {"strategy": "fsdp", "tp": 2}, 4, id="fsdp-tp-on-meta", marks=pytest.mark.extended),
         pytest.param(Writer, {"strategy": "ddp", "tp": 2}, 4, id="ddp-tp", marks=pytest.mark.extended),
         pytest.param(Untied, {"strategy": "none", "tp": 2}, 2, id="tp-on-meta"),
-        pytest.param(DividedNormOfParts, {"strategy": "none", "tp": 2}, 2, id="tp-norm-of-parts"),
+        pytest.param(
+            DividedNormOfParts, {"strategy": "none", "tp": 2}, 2, id="tp-norm-of-parts", marks=pytest.mark.extended
+        ),
     ],
 )
 def test_layers_are_divided(

@@ -448,7 +448,7 @@ def _setup_on_ranks(world: World) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.extended)])
 def test_every_strategy_begins_with_the_same_weights(world_size: int) -> None:
     alone = TwoModels(_config(), world=ALONE)
     alone.setup()

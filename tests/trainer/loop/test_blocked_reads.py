@@ -98,7 +98,7 @@ def _fit_and_ask(trainer: BlockingTrainer, sleep: Sleep, **options: Any) -> FitR
     return result
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.extended)])
 def test_a_stop_is_served_while_a_loader_blocks(tmp_path: Path, num_workers: int) -> None:
     run_dir = str(tmp_path / "run")
     whole = BlockingTrainer(_config(num_workers=num_workers))

@@ -138,7 +138,12 @@ def _stop(world: World, folder: str, blocked: list[int], asker: int, accumulatio
 
 
 @pytest.mark.parametrize(
-    ("blocked", "asker", "accumulation"), [([1], 0, 1), ([1], 1, 2), ([0, 1], 0, 1)], ids=["one", "itself", "both"]
+    ("blocked", "asker", "accumulation"),
+    [
+        pytest.param([1], 0, 1, id="one"),
+        pytest.param([1], 1, 2, id="itself", marks=pytest.mark.extended),
+        pytest.param([0, 1], 0, 1, id="both", marks=pytest.mark.extended),
+    ],
 )
 def test_all_ranks_save_and_stop_while_a_loader_blocks(
     tmp_path: Path, blocked: list[int], asker: int, accumulation: int
@@ -177,7 +182,9 @@ def _save(world: World, folder: str, blocked: list[int]) -> None:
     assert _equal(resumed, whole)
 
 
-@pytest.mark.parametrize("blocked", [[0], [0, 1]], ids=["one", "both"])
+@pytest.mark.parametrize(
+    "blocked", [pytest.param([0], id="one"), pytest.param([0, 1], id="both", marks=pytest.mark.extended)]
+)
 def test_all_ranks_save_while_a_loader_blocks_and_training_continues(tmp_path: Path, blocked: list[int]) -> None:
     run_on_ranks(_save, 2, str(tmp_path), blocked)
 

@@ -102,7 +102,7 @@ def _stop(world: World, folder: str, asker: int) -> None:
     assert _equal(resumed, whole)
 
 
-@pytest.mark.parametrize("asker", [0, 1])
+@pytest.mark.parametrize("asker", [pytest.param(0, marks=pytest.mark.extended), 1])
 def test_a_stop_is_served_while_both_ranks_wait_for_the_same_batch(tmp_path: Path, asker: int) -> None:
     run_on_ranks(_stop, 2, str(tmp_path), asker)
 
@@ -148,7 +148,7 @@ def _one_goes_on(world: World, folder: str, seconds: tuple[float, float], has_st
     assert _equal(trainer, whole)
 
 
-@pytest.mark.parametrize("seconds", [(0.0, 2.0), (0.8, 2.0), (2.0, 0.9)])
+@pytest.mark.parametrize("seconds", [(0.0, 2.0), pytest.param((0.8, 2.0), marks=pytest.mark.extended), (2.0, 0.9)])
 def test_a_request_waits_where_one_rank_has_its_batch(tmp_path: Path, seconds: tuple[float, float]) -> None:
     run_on_ranks(_one_goes_on, 2, str(tmp_path), seconds, True)
 

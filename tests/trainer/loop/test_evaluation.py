@@ -504,7 +504,7 @@ def _measure_on_ranks(world: World, strategy: str) -> list[dict[str, float]]:
 
 
 @pytest.mark.filterwarnings("ignore:No .* samples in targets")  # of three rows only
-@pytest.mark.parametrize(("world_size", "strategy"), [(2, "ddp"), (4, "fsdp")])
+@pytest.mark.parametrize(("world_size", "strategy"), [(2, "ddp"), pytest.param(4, "fsdp", marks=pytest.mark.extended)])
 def test_metric_objects_are_exact_at_every_number_of_ranks(world_size: int, strategy: str) -> None:
     alone = Measures(_config())
     alone.setup()

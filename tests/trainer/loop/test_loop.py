@@ -390,8 +390,8 @@ def test_a_save_asked_for_in_an_evaluation_is_of_that_update(tmp_path: Path) -> 
     assert result.best_checkpoint is not None
 
 
-@pytest.mark.parametrize("steps_per_epoch", [None, 1, 2, 3])
-@pytest.mark.parametrize("stop_at", [1, 2, 3])
+@pytest.mark.parametrize("steps_per_epoch", [None, 1, 2, pytest.param(3, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("stop_at", [1, 2, pytest.param(3, marks=pytest.mark.extended)])
 def test_an_epoch_that_was_whole_at_a_stop_is_closed_by_the_resume(
     tmp_path: Path, steps_per_epoch: int | None, stop_at: int
 ) -> None:

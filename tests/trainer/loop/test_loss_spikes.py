@@ -207,14 +207,10 @@ def test_a_spike_takes_the_run_back_and_on_behind_the_guilty_data(tmp_path: Path
     assert "(rollback 1 of at most 3)" in told
 
 
-def _spike_on_ranks(world: World, folder: str) -> list[dict[str, Any]]:
-    return [_spike(world, f"{folder}/{strategy}", strategy) for strategy in ("ddp", "fsdp")]
-
-
-def test_all_ranks_go_back_together(tmp_path: Path) -> None:
-    for rank in run_on_ranks(_spike_on_ranks, 2, str(tmp_path)):
-        for result in rank:
-            _assert_went_back(result)
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.extended)])
+def test_all_ranks_go_back_together(tmp_path: Path, strategy: str) -> None:
+    for result in run_on_ranks(_spike, 2, str(tmp_path), strategy):
+        _assert_went_back(result)
 
 
 def test_what_was_evaluated_of_weights_given_up_is_not_said_of_those_gone_back_to(tmp_path: Path) -> None:

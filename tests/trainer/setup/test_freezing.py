@@ -192,7 +192,7 @@ def _thaw(world: World, folder: str, strategy: str) -> list[dict[str, torch.Tens
     return found
 
 
-@pytest.mark.parametrize("strategy", ["none", "ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["none", "ddp", pytest.param("fsdp", marks=pytest.mark.extended)])
 def test_what_a_run_has_unfrozen_is_unfrozen_when_it_resumes(tmp_path: Path, strategy: str) -> None:
     ranks = [_thaw(ALONE, str(tmp_path), "none")] if strategy == "none" else run_on_ranks(_thaw, 2, tmp_path, strategy)
     for straight, *resumed in ranks:

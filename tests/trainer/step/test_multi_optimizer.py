@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -148,19 +149,19 @@ def test_accumulation_gives_two_optimizers_what_the_whole_batch_would(
         torch.testing.assert_close(trained[name], value, atol=1e-5, rtol=1e-4)
 
 
-def _on_ranks(world: World) -> list[dict[str, torch.Tensor]]:
+def _on_ranks(world: World, strategy: str) -> list[dict[str, torch.Tensor]]:
     return [
         _trained(world, trainer_class, micro_batch_size=4, parallel=ParallelConfig(strategy=strategy))  # type: ignore[arg-type]
         for trainer_class in CLASSES
-        for strategy in ("ddp", "fsdp")
     ]
 
 
-def test_accumulation_on_ranks_gives_two_optimizers_what_the_whole_batch_would() -> None:
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.extended)])
+def test_accumulation_on_ranks_gives_two_optimizers_what_the_whole_batch_would(strategy: str) -> None:
     # The first rank has the first half of each batch, and each rank two micro-batches.
     rows = [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
-    wanted = [_by_hand(trainer_class, rows) for trainer_class in CLASSES for _ in ("ddp", "fsdp")]
-    for rank in run_on_ranks(_on_ranks, 2):
+    wanted = [_by_hand(trainer_class, rows) for trainer_class in CLASSES]
+    for rank in run_on_ranks(_on_ranks, 2, strategy):
         for number, (trained, by_hand) in enumerate(zip(rank, wanted, strict=True)):
             for name, value in by_hand.items():
                 torch.testing.assert_close(
@@ -267,12 +268,9 @@ def _heads_by_hand(trainer_class: type[ActorCritic]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in weights(trainer).items() if "calls" not in name}
 
 
-def _partial_on_ranks(world: World) -> list[dict[str, torch.Tensor]]:
-    settings = [
-        (trainer_class, strategy, size) for trainer_class in PARTIAL for strategy in ("ddp", "fsdp") for size in (4, 8)
-    ]
+def _partial_on_ranks(world: World, strategy: str) -> list[dict[str, torch.Tensor]]:
     trained = []
-    for trainer_class, strategy, size in settings:
+    for trainer_class, size in itertools.product(PARTIAL, (4, 8)):
         config = _config(micro_batch_size=size, parallel=ParallelConfig(strategy=strategy))  # type: ignore[arg-type]
         trainer = trainer_class(config, world=world)
         trainer.fit()
@@ -280,10 +278,11 @@ def _partial_on_ranks(world: World) -> list[dict[str, torch.Tensor]]:
     return trained
 
 
-def test_losses_that_reach_a_part_of_a_model_each_train_it_on_ranks() -> None:
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.extended)])
+def test_losses_that_reach_a_part_of_a_model_each_train_it_on_ranks(strategy: str) -> None:
     """DDP waits for the gradients of all parameters, which no backward pass of such a step gives."""
-    wanted = [_heads_by_hand(trainer_class) for trainer_class in PARTIAL for _ in range(4)]
-    ranks = run_on_ranks(_partial_on_ranks, 2)
+    wanted = [_heads_by_hand(trainer_class) for trainer_class in PARTIAL for _ in range(2)]
+    ranks = run_on_ranks(_partial_on_ranks, 2, strategy)
     for first, second in zip(*(rank[1::2] for rank in ranks), strict=True):  # the first micro-batch of an update
         assert torch.equal(first["calls before"], second["calls before"])
     for rank in ranks:

@@ -285,18 +285,17 @@ def test_a_skipped_update_moves_nothing_but_the_data() -> None:
     assert result["order"][:21] == [*update_of_4, "end 1", *update_of_4, "end 2", *update_of_4, skipped]
 
 
-def _skip_on_ranks(world: World) -> list[dict[str, Any]]:
-    results = [_skip(world, "ddp"), _skip(world, "fsdp")]
+def _skip_on_ranks(world: World, strategy: str) -> list[dict[str, Any]]:
+    results = [_skip(world, strategy)]
     # As on a GPU, where the norm arrives later: the host waits before the step of an optimizer that cannot be told on
     # the device, and after that of one that can.
     optimizer_step.HOST_READABLE = ()
-    for fused in (False, True):
-        results += [_skip(world, "ddp", fused=fused), _skip(world, "fsdp", fused=fused)]
-    return results
+    return results + [_skip(world, strategy, fused=fused) for fused in (False, True)]
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all() -> None:
-    for rank in run_on_ranks(_skip_on_ranks, 2):
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.extended)])
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(strategy: str) -> None:
+    for rank in run_on_ranks(_skip_on_ranks, 2, strategy):
         for result in rank:
             _assert_skipped(result)
 

@@ -244,7 +244,7 @@ def _token_weights_on_ranks(world: World) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.extended)])
 def test_token_weights_on_ranks_give_the_gradient_of_the_whole_batch(world_size: int) -> None:
     for rank in run_on_ranks(_token_weights_on_ranks, world_size):
         for result in rank:

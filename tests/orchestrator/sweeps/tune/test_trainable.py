@@ -190,7 +190,7 @@ class Results(tune.Callback):
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.extended)])
 def test_a_trial_that_dies_just_after_a_save_reports_its_evaluation_when_it_resumes(
     tmp_path: Path, ray_session: None, workers: int
 ) -> None:

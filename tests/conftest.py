@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import os
@@ -46,20 +47,32 @@ torch.set_num_threads(1)
 
 
 @functools.cache
-def kind_of(file: str) -> str:
-    """Return "shared Ray", if a file has tests on it, or "own Ray", if they start one, else ""."""
+def sources_of(file: str) -> tuple[str, dict[str, str]]:
+    """Return the source of a file without its tests, and that of each test, if any of it mentions Ray."""
     text = (Path(__file__).parents[1] / file).read_text()
-    # Two groups, because these tests mostly wait, and most of those that wait for machines are promises.
-    own = "own Ray, promises" if file.startswith("tests/promises/") else "own Ray"
-    return "shared Ray" if "ray_session" in text else own if "pytest.mark.ray" in text else ""
+    if "ray_session" not in text and "pytest.mark.ray" not in text:
+        return "", {}
+    lines, tests = text.splitlines(), {}
+    for node in reversed(ast.parse(text).body):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            first = min(each.lineno for each in (node, *node.decorator_list)) - 1
+            tests[node.name] = "\n".join(lines[first : node.end_lineno])
+            del lines[first : node.end_lineno]
+    return "\n".join(lines), tests
 
 
 def group_of(nodeid: str) -> str:
-    """Return the kind of Ray that a test runs on, or its file, if it needs none."""
+    """Return "shared Ray", if a test runs on it, or "own Ray", if it starts one, else its file."""
     file, _, test = nodeid.partition("::")
+    around, tests = sources_of(file)
+    # What a mark or a fixture of the file says holds for all its tests.
+    text = around + tests.get(test.partition("[")[0], "")
     # tests/datasets/conftest.py starts the shared Ray for a parameter.
-    on_ray = file.startswith("tests/datasets/") and re.search(r"[\[-]ray[\]-]", test)
-    return "shared Ray" if on_ray else kind_of(file) or file
+    if "ray_session" in text or (file.startswith("tests/datasets/") and re.search(r"[\[-]ray[\]-]", test)):
+        return "shared Ray"
+    # Two groups, because these tests mostly wait, and most of those that wait for machines are promises.
+    own = "own Ray, promises" if file.startswith("tests/promises/") else "own Ray"
+    return own if "pytest.mark.ray" in text else file
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,9 +18,9 @@ from tests.chaos.ledger import Lived, complaints, surviving
 from tests.chaos.schedule import Damage, Fault, Life, Schedule, Training, schedule
 
 # Five trainings, so that few run undisturbed; together they cover every blow, wound, strategy and storage.
-# `make test` runs four, with every blow and strategy, a resize and a failing storage; `make test-all`
+# `make test` runs three, with every blow and strategy, a resize and a failing storage; `make test-all`
 # runs the others.
-SHORT, LONG = (21, 43, 260, 171), (79, 174, 229, 236, 342, 388, 462, 464)
+SHORT, LONG = (43, 260, 236), (21, 79, 171, 174, 229, 342, 388, 462, 464)
 SEEDS = SHORT + LONG
 
 

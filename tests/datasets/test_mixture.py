@@ -32,7 +32,7 @@ from headway.datasets.plan import row_order
 from headway.datasets.sources import Parquet
 from headway.datasets.stream import Stream
 
-from .conftest import shard_info, write
+from .conftest import RAY_IF_EXTENDED, shard_info, write
 
 Row = tuple[int, int, int]
 """Fragment, row in it, and the pass over its source."""
@@ -544,6 +544,7 @@ def open_files(folder: Path) -> int:
     return found
 
 
+@RAY_IF_EXTENDED
 def test_rows_wait_on_disk_in_files_that_a_killed_process_leaves_no_trace_of(
     engine: str, spilled: tuple[Mixture, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,7 @@ from headway.datasets.sources import Parquet
 from headway.datasets.stream import Stream
 from headway.datasets.tokenizers import ByteTokenizer
 
-from .conftest import shard_info, write
+from .conftest import RAY_IF_EXTENDED, shard_info, write
 
 LENGTH = 32
 
@@ -116,6 +116,7 @@ def unchanged(rows: Rows) -> Rows:
     return rows
 
 
+@RAY_IF_EXTENDED
 @pytest.mark.parametrize("lengths", [(37, 37), pytest.param((37, 40), marks=pytest.mark.extended)])
 def test_columns_that_batches_derive_are_those_that_transforms_get(
     tmp_path: Path, engine: str, lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch

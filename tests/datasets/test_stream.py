@@ -30,7 +30,7 @@ from headway.trainer import NonFiniteError, Trainer, TrainerConfig
 from headway.trainer.data.protocols import HasRowIds, ShardInfo, SupportsPeek, is_stream
 from headway.trainer.distributed.world import World
 
-from .conftest import shard_info, write
+from .conftest import RAY_IF_EXTENDED, shard_info, write
 
 
 def opened(
@@ -381,6 +381,7 @@ def test_resuming_reads_nothing_of_what_was_consumed(tmp_path: Path) -> None:
     assert first_reads[1] <= first_reads[0]
 
 
+@RAY_IF_EXTENDED
 def test_rows_that_would_take_too_much_memory_are_read_again(
     tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,7 +135,7 @@ def await_partial_save(root: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize(("size", "kills"), [(1, 20), (2, 5)])
+@pytest.mark.parametrize(("size", "kills"), [(1, 8), pytest.param(1, 20, marks=pytest.mark.extended), (2, 5)])
 def test_the_newest_checkpoint_loads_after_every_kill(
     tmp_path: Path, forks: subprocess.Popen[str], size: int, kills: int
 ) -> None:

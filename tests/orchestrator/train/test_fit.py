@@ -185,6 +185,7 @@ def test_an_error_of_ours_is_raised_as_it_is_and_not_tried_again(ray_session: No
     assert Run(found.run_dir).record.attempts == 1
 
 
+@pytest.mark.extended
 @pytest.mark.ray
 def test_a_run_begins_with_a_part_of_what_is_there(ray_session: None, tmp_path: Path, data: str) -> None:
     """By the rules of `Trainer.fit`, in the folder of the run."""

@@ -312,6 +312,7 @@ def _on_ranks(world: World, folder: str) -> dict[str, Any]:
     return {"whole": results, "resumed": {name: half["average"] for name, half in halves.items()}}
 
 
+@pytest.mark.extended
 def test_averages_are_the_same_under_every_strategy_and_resume_under_another(tmp_path: Path) -> None:
     for results in run_on_ranks(_on_ranks, 2, str(tmp_path)):
         whole = results["whole"]

@@ -151,6 +151,7 @@ def _train_sharded(world: World, folder: str) -> None:
     CausalTrainer(config, run_dir=folder, world=world, callbacks=[SavePretrained()]).fit()
 
 
+@pytest.mark.extended
 def test_a_sharded_model_is_written_whole(tmp_path: Path) -> None:
     run_on_ranks(_train_sharded, 2, str(tmp_path))
     from transformers import LlamaForCausalLM

@@ -279,6 +279,7 @@ def _use_on_ranks(world: World) -> dict[str, dict[str, torch.Tensor]]:
     return found | {"CallsPart, ddp": _fit(CallsPart, world, strategy="ddp")}
 
 
+@pytest.mark.extended
 def test_self_model_is_the_users_module_under_every_strategy() -> None:
     ranks = run_on_ranks(_use_on_ranks, 2)
     for cls in (UsesMethods, CallsWhole, SetsAttribute, CallsByName, CallsPart):

@@ -246,6 +246,7 @@ def _train(world: World) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.extended
 def test_parts_of_a_model_that_only_holds_them_are_sharded_and_mistakes_are_named() -> None:
     for found in run_on_ranks(_train, 2):
         # At the next record of the log, not at the end.

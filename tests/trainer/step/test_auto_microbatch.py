@@ -261,6 +261,7 @@ def pair_on_rank(world: World) -> tuple[bool, list[bool]]:
     return len(halved) > 20, [torch.equal(halved[name], value) for name, value in small.items()]
 
 
+@pytest.mark.extended
 def test_a_rank_that_runs_out_of_memory_between_two_models_finds_the_others() -> None:
     for has_all, equals in run_on_ranks(pair_on_rank, 2):
         assert has_all

@@ -27,6 +27,7 @@ from headway.datasets.formats.jsonl import JsonLines
 from headway.datasets.formats.webdataset import WebDataset
 from headway.datasets.sources import Parquet
 from headway.datasets.stream import ParquetStream, Stream
+from tests.programs import Program
 from tests.s3 import BusyBucket, s3_server
 
 from .conftest import shard_info, write
@@ -323,11 +324,8 @@ stream.close()
 """
 
 
-def rank_process(**options: Any) -> subprocess.Popen[str]:
-    script = _RANK.format(**{"root": str(Path(__file__).parents[2]), "before": "", **options})
-    return subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )  # fmt: skip
+def rank_process(**options: Any) -> Program:
+    return Program(_RANK.format(**{"root": str(Path(__file__).parents[2]), "before": "", **options}))
 
 
 @pytest.mark.parametrize("limit", [60_000, pytest.param(LARGE, marks=pytest.mark.extended)])
@@ -336,10 +334,10 @@ def test_ranks_share_a_cache_and_keep_its_limit(limit: int, tmp_path: Path) -> N
     options = {"place": f"file://{tmp_path}/data", "index": str(tmp_path / "index"), "limit": limit, "world_size": 3}
     processes = [rank_process(**options, cache=str(tmp_path / "cache"), rank=rank) for rank in range(3)]
     most = 0
-    while any(each.poll() is None for each in processes):
+    while any(each.returncode is None for each in processes):
         most = max(most, disk_bytes(tmp_path / "cache"))
         time.sleep(0.005)
-    output = [each.communicate() for each in processes]
+    output = [each.wait() for each in processes]
     assert [each.returncode for each in processes] == [0, 0, 0], output
     for number in range(3):
         rows = [line.split()[1:] for out, _ in output for line in out.splitlines() if line.split()[0] == str(number)]
@@ -368,17 +366,17 @@ cache.Path.replace = stop
 def test_a_process_killed_while_it_stores_an_entry_harms_nothing(moment: str, tmp_path: Path) -> None:
     write_lines(tmp_path / "data" / "rows.jsonl", range(203))
     options = {"place": f"file://{tmp_path}/data", "index": str(tmp_path / "index"), "limit": 60_000, "world_size": 1}
-    whole = rank_process(**options, cache=str(tmp_path / "other"), rank=0).communicate()[0]
+    whole = rank_process(**options, cache=str(tmp_path / "other"), rank=0).wait()[0]
     cache = tmp_path / "cache"
     stored = f"target.parent.parent == cache.Path({str(cache)!r})"
     condition = {"before the total is renamed": f"target == cache.Path({str(cache)!r}) / cache._TOTAL"}.get(
         moment, stored
     )
     killed = rank_process(**options, cache=str(cache), rank=0, before=_KILLED.format(condition=condition))
-    killed.communicate()
+    killed.wait()
     assert killed.returncode == -signal.SIGKILL
     again = rank_process(**options, cache=str(cache), rank=0)
-    assert (again.communicate()[0], again.returncode) == (whole, 0)
+    assert (again.wait()[0], again.returncode) == (whole, 0)
     assert not list(cache.glob("??/*.writing"))
     assert disk_bytes(cache) <= 60_000
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +25,7 @@ from headway.trainer.ownership.claim_files import Claim, ClaimFiles
 from headway.trainer.trackers import JsonlTracker, RunInfo
 from headway.trainer.trackers.jsonl import read_records
 from tests.distributed import run_on_ranks
+from tests.programs import Program
 from tests.s3 import s3_server
 from tests.tiny import StopAt, TinyConfig, TinyTrainer, weights
 
@@ -188,8 +187,9 @@ def test_what_a_killed_save_has_left_is_none_and_is_removed(
         "store._storage.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "_save(store, 2)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program, f"{bucket}/run"], env=os.environ | {"TMPDIR": str(tmp_path)})
-    assert done.returncode == -signal.SIGKILL
+    killed = Program(program, f"{bucket}/run", environment=os.environ | {"TMPDIR": str(tmp_path)})
+    killed.wait()
+    assert killed.returncode == -signal.SIGKILL
     assert "run/step-00000002/rank-00000.safetensors" in _objects(bucket)
     again = CheckpointStore(f"{bucket}/run", world=ALONE)
     again.remove_leftovers()

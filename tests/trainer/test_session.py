@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +34,7 @@ from headway.trainer import (
 from headway.trainer.callbacks import Ema
 from headway.trainer.data.protocols import LoadedBatch
 from tests.distributed import run_on_ranks
+from tests.programs import Program
 from tests.tiny import Deep, Rows, StopAt
 
 SINGLE = World.single("cpu")
@@ -429,23 +429,25 @@ def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
     yield from process.stdout
 
 
+@pytest.mark.extended
 def test_the_example_goes_on_after_a_kill(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "examples/nanogpt_loop.py"), "60"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    options: dict[str, Any] = {"env": environment, "text": True, "stdout": subprocess.PIPE}
-    (tmp_path / "cut").mkdir()
-    (tmp_path / "whole").mkdir()
-    with subprocess.Popen(command, cwd=tmp_path / "cut", **options) as process:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "cut/runs/nanogpt/checkpoints/step-00000025/manifest.json").exists():
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-    ended = [
-        subprocess.run(command, cwd=tmp_path / name, check=True, **options).stdout.splitlines()[-1]
-        for name in ("cut", "whole")
-    ]
+    def start(name: str) -> Program:
+        (tmp_path / name).mkdir(exist_ok=True)
+        source = (ROOT / "examples/nanogpt_loop.py").read_text()
+        return Program(source, "60", environment={**os.environ, "OMP_NUM_THREADS": "1"}, folder=tmp_path / name)
+
+    killed = start("cut")
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "cut/runs/nanogpt/checkpoints/step-00000025/manifest.json").exists():
+        assert killed.returncode is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    killed.kill()
+    killed.wait()
+    assert killed.returncode == -signal.SIGKILL
+    programs = [start("cut"), start("whole")]
+    ended = [each.wait()[0].splitlines()[-1] for each in programs]
+    assert [each.returncode for each in programs] == [0, 0]
     assert ended[0] == ended[1]
     assert "completed" in ended[0]
     digests = [

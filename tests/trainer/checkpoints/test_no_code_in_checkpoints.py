@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import Program
 
 PROGRAM = """
 import sys
@@ -59,11 +59,9 @@ print(SEEN)
 
 
 def test_no_class_is_unpickled_and_nothing_is_executed(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, check=False,
-        cwd=Path(__file__).parents[3],
-    )  # fmt: skip
-    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["[]"]), done.stdout + done.stderr
+    program = Program(PROGRAM, str(tmp_path))
+    out, err = program.wait()
+    assert (program.returncode, out.splitlines()[-1:]) == (0, ["[]"]), out + err
 
 
 @pytest.mark.parametrize("name", ["pickle", "cloudpickle", "dill", "shelve", "marshal"])

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,6 +52,7 @@ from headway.trainer.checkpoints.store import (
 from headway.trainer.distributed.world import World
 from headway.trainer.errors import CheckpointError, ConfigError
 from tests.distributed import run_on_ranks
+from tests.programs import Program
 
 ALONE = World.single("cpu")
 
@@ -515,8 +517,8 @@ save(store, 1)
 @pytest.mark.parametrize("begun", ["new", "resumed"])
 def test_a_checkpoint_that_was_to_be_replaced_is_put_back(tmp_path: Path, begun: str) -> None:
     """Killed between two renames, when no checkpoint has a visible name."""
-    command = [sys.executable, "-c", REPLACES, str(tmp_path), begun]
-    killed = subprocess.run(command, check=False, cwd=Path(__file__).parents[3])
+    killed = Program(REPLACES, str(tmp_path), begun)
+    killed.wait()
     assert killed.returncode == -signal.SIGKILL
     assert [each.name[:22] for each in tmp_path.glob(".replaced-*")] == [".replaced-step-00000001"[:22]]
     assert not (tmp_path / "step-00000001").exists()
@@ -1235,22 +1237,22 @@ if __name__ == "__main__":
 
 
 def test_the_folders_of_killed_processes_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     program = (
         "from headway.trainer.checkpoints.reader import FetchedFiles\n"
         "import time; files = FetchedFiles(); files.begin('x'); print(files.folder, flush=True); time.sleep(600)"
     )
-    processes = [
-        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True,
-                         env={**os.environ, "TMPDIR": str(tmp_path)})
-        for _ in range(2)
-    ]  # fmt: skip
+    programs = [Program(program, environment={**os.environ, "TMPDIR": str(tmp_path)}) for _ in range(2)]
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     try:
-        folders = [Path(process.stdout.readline().strip()) for process in processes if process.stdout]
+        deadline = time.monotonic() + 120
+        while not all(each.read("out").endswith("\n") for each in programs):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        folders = [Path(each.read("out").strip()) for each in programs]
         for folder in folders:
             os.utime(folder, (0, 0))
-        processes[0].kill()
-        processes[0].wait()
+        programs[0].kill()
+        programs[0].wait()
         files = FetchedFiles()
         files.begin("y")
         assert {*tmp_path.iterdir()} == {folders[1], files.folder}
@@ -1258,6 +1260,6 @@ def test_the_folders_of_killed_processes_are_deleted(tmp_path: Path, monkeypatch
             pass
         assert [*tmp_path.iterdir()] == [folders[1]]
     finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+        for each in programs:
+            each.kill()
+            each.wait()

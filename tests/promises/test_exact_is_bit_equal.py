@@ -229,7 +229,7 @@ def results(rows: Path) -> Results:
     return at
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("case", ["loader", "pieces", "some parameters", "float16"])
 def test_the_number_of_ranks_does_not_show_in_any_bit(results: Results, case: str, world_size: int) -> None:
     """Compares weights, moments, logs and random numbers between updates, over a tail and several evaluations."""
@@ -248,14 +248,22 @@ def test_without_it_the_bits_differ(results: Results) -> None:
     assert len(_differences(results(2)[0]["usual mode"], results(1)[0]["usual mode"])) > 10
 
 
-def test_a_run_goes_on_at_another_number_of_ranks(results: Results, rows: Path) -> None:
-    reference = results(1)[0]["loader"]
+def test_a_run_goes_on_on_fewer_ranks(results: Results, rows: Path) -> None:
     results(3)  # starts the run
-    from_three = _fit(ALONE, Uneven, _config(), str(rows / "begun 3"))
-    for result in (from_three, *(rank["gone on"] for world_size in (3, 4) for rank in results(world_size))):
-        assert _differences(result, reference) == []
-        assert 8 <= len(result["drawn"]) <= 10
-        assert result["drawn"] == reference["drawn"][-len(result["drawn"]) :]
+    _assert_gone_on(_fit(ALONE, Uneven, _config(), str(rows / "begun 3")), results)
+
+
+@pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=pytest.mark.extended)])
+def test_a_run_goes_on_on_more_ranks(results: Results, world_size: int) -> None:
+    for rank in results(world_size):
+        _assert_gone_on(rank["gone on"], results)
+
+
+def _assert_gone_on(result: dict[str, Any], results: Results) -> None:
+    reference = results(1)[0]["loader"]
+    assert _differences(result, reference) == []
+    assert 8 <= len(result["drawn"]) <= 10
+    assert result["drawn"] == reference["drawn"][-len(result["drawn"]) :]
 
 
 def test_the_cost_is_told(results: Results) -> None:

@@ -27,6 +27,7 @@ from headway.orchestrator.sweeps.result import SweepResult
 from headway.orchestrator.watchdog.worker import heartbeat_file, watch_folder
 from headway.trainer.checkpoints.format.file_checksums import FileChecksum
 from headway.trainer.checkpoints.format.manifest import Checkpoint, write_manifest
+from tests.programs import Program
 from tests.tiny import TinyConfig, TinyTrainer
 
 
@@ -85,12 +86,12 @@ def test_an_old_name_is_warned_of_in_one_line(
         "class T(Trainer[C]):\n    pass\n"
     )
     monkeypatch.setattr(sys, "path", list(sys.path))
-    done = subprocess.run(
-        [sys.executable, "-m", "headway.orchestrator", "fit", str(file), "config.lr=2", "--print-config"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert "  rate: 2.0" in done.stdout
-    assert done.stderr == "headway: FutureWarning: config.lr is now called config.rate\n"
+    program = "from headway.orchestrator.cli.main import main; main()"
+    done = Program(program, "fit", str(file), "config.lr=2", "--print-config")
+    out, err = done.wait()
+    assert done.returncode == 0
+    assert "  rate: 2.0" in out
+    assert err == "headway: FutureWarning: config.lr is now called config.rate\n"
 
 
 def test_the_config_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from torch import nn
 from headway.orchestrator import Experiment, Scaling, StorageError, plan
 from headway.orchestrator.cli.main import main
 from headway.trainer import Callback, CheckpointConfig, ConfigError, Duration, ParallelConfig, World
+from tests.programs import Program
 from tests.tiny import TinyConfig, TinyTrainer
 
 
@@ -216,10 +215,10 @@ def test_the_command_takes_nothing_and_exits_with_0(
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2**21, "more than 2 GiB"
         sys.exit(code)
     """)
-    command = [sys.executable, "-c", program, "fit", "large.py", "--dry-run"]
-    done = subprocess.run([*command, "config.max_steps=100"], cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "Sequential, 100,000,000,000 parameters, 373 GiB" in done.stdout
+    done = Program(program, "fit", "large.py", "--dry-run", "config.max_steps=100", folder=tmp_path)
+    out, err = done.wait()
+    assert (done.returncode, err) == (0, "")
+    assert "Sequential, 100,000,000,000 parameters, 373 GiB" in out
     assert [each.name for each in tmp_path.iterdir() if each.name != "__pycache__"] == ["large.py"]
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as wrong:

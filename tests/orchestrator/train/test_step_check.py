@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 
 from headway.orchestrator import Experiment, Scaling, plan
 from headway.trainer import Callback, LossSpikeConfig, ParallelConfig, StepError
+from tests.programs import Program
 from tests.tiny import TinyConfig, TinyTrainer
 
 
@@ -112,19 +111,20 @@ class Wrong(Trainer[TrainerConfig]):
 def test_a_wrong_shape_is_one_short_message_with_the_users_lines(tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(WRONG)
     program = "import sys; from headway.orchestrator.cli.main import main; main(sys.argv[1:])"
-    command = [sys.executable, "-c", program, "fit", "wrong.py", "config.max_steps=3"]
-    done = subprocess.run([*command, "--dry-run", "--step"], cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.splitlines() == [
+    command = [program, "fit", "wrong.py", "config.max_steps=3"]
+    done = Program(*command, "--dry-run", "--step", folder=tmp_path)
+    out, err = done.wait()
+    assert (done.returncode, out) == (1, "")
+    assert err.splitlines() == [
         "headway: one step on the CPU fails with RuntimeError: mat1 and mat2 shapes cannot be multiplied "
         "(8x16 and 17x1)",
         "  wrong.py:27, in training_step: return self.model(batch[0]).mean()",
         "  wrong.py:13, in forward: return self.last(hidden)",
     ]
     assert [each.name for each in tmp_path.iterdir() if each.name != "__pycache__"] == ["wrong.py"]
-    alone = subprocess.run([*command, "--step"], cwd=tmp_path, capture_output=True, text=True)
+    alone = Program(*command, "--step", folder=tmp_path)
+    assert "--step needs --dry-run" in alone.wait()[1]
     assert alone.returncode == 2
-    assert "--step needs --dry-run" in alone.stderr
 
 
 class BadRows(torch.utils.data.Dataset[Any]):

@@ -130,7 +130,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch
     return [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone() for tensor in tensors]
 
 
-@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("after", [pytest.param(0, marks=pytest.mark.extended), 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_next_step_is_bit_equal_for_every_optimizer(tmp_path: Path, name: str, after: int) -> None:
     model = build()

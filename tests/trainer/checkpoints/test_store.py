@@ -1037,6 +1037,7 @@ def _save_with_little_room(root: str) -> str:
     return "saved"
 
 
+@pytest.mark.extended
 def test_a_disk_that_is_really_full_leaves_the_previous_one_and_says_so(tmp_path: Path) -> None:
     """A file system of 3 MB, in a mount namespace that ends with the process."""
     alone = ["unshare", "--user", "--map-root-user", "--mount"]

@@ -261,6 +261,7 @@ def _on_ranks(world: World, folder: str, stop: int | None) -> list[Any]:
     return trainer.seen
 
 
+@pytest.mark.extended
 def test_each_rank_resumes_by_its_own_state_and_other_numbers_of_ranks_restart_the_epoch(tmp_path: Path) -> None:
     whole = run_on_ranks(_on_ranks, 2, str(tmp_path / "whole"), None)
     first = run_on_ranks(_on_ranks, 2, str(tmp_path / "cut"), 3)

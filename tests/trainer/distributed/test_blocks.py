@@ -169,6 +169,7 @@ def _train_on_ranks(world: World) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.extended
 def test_every_layout_trains_sharded_as_it_does_replicated() -> None:
     for found in run_on_ranks(_train_on_ranks, 2):
         for name in (each for each in found if each.endswith("fsdp")):

@@ -231,7 +231,7 @@ def alone() -> dict[type[Writer], dict[str, Any]]:
         pytest.param(Writer, {"strategy": "fsdp", "tp": 2}, 4, id="fsdp-tp"),
         pytest.param(Untied, {"strategy": "fsdp", "tp": 2}, 4, id="fsdp-tp-on-meta", marks=pytest.mark.extended),
         pytest.param(Writer, {"strategy": "ddp", "tp": 2}, 4, id="ddp-tp", marks=pytest.mark.extended),
-        pytest.param(Untied, {"strategy": "none", "tp": 2}, 2, id="tp-on-meta"),
+        pytest.param(Untied, {"strategy": "none", "tp": 2}, 2, id="tp-on-meta", marks=pytest.mark.extended),
         pytest.param(
             DividedNormOfParts, {"strategy": "none", "tp": 2}, 2, id="tp-norm-of-parts", marks=pytest.mark.extended
         ),
@@ -331,6 +331,7 @@ def _in_float16(world: World) -> tuple[int, float]:
     return result.steps, result.metrics["validation/loss"]
 
 
+@pytest.mark.extended
 def test_gradients_of_divided_and_whole_layers_have_one_loss_scale() -> None:
     alone = _in_float16(World.single("cpu"))
     for steps, loss in run_on_ranks(_in_float16, 2):

@@ -306,6 +306,7 @@ class _HeldGradients(Callback):
             self.most = max(self.most, sum(to_local(each).numel() for each in gradients.values()))
 
 
+@pytest.mark.extended
 def test_gradients_meet_once_per_update_or_are_never_whole_on_a_rank() -> None:
     """Three updates of one or of four micro-batches: as many all-reduces of DDP's one bucket, and reduce-scatters."""
     counts = run_on_ranks(_count_synchronisations, 2)[0]

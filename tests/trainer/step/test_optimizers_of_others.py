@@ -92,6 +92,7 @@ def _free_on_ranks(world: World) -> list[dict[str, torch.Tensor]]:
     return [weights(_free(world, strategy, every)) for strategy in ("ddp", "fsdp") for every in (None, 1)]
 
 
+@pytest.mark.extended
 def test_an_optimizer_with_modes_evaluates_sharded_weights() -> None:
     for replicated, evaluated, *sharded in run_on_ranks(_free_on_ranks, 2):
         torch.testing.assert_close(evaluated, replicated, atol=0, rtol=0)

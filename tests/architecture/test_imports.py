@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import subprocess
 import sys
@@ -103,6 +104,7 @@ def faults(folder: str, each: Import) -> str | None:
     return f"{each}, which {folder}/ may not" + (" outside a function" if is_below(each.module, {"fsspec"}) else "")
 
 
+@functools.cache
 def all_imports(folder: str) -> list[Import]:
     files = sorted((ROOT / folder).rglob("*.py"))
     return [each for file in files for each in imports_of(file.read_text(), file.relative_to(ROOT).as_posix())]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence, Set as AbstractSet
 from dataclasses import is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import numpy as np
 import pydantic
 import yaml
 
@@ -138,10 +139,12 @@ def coerce(value: Any, hint: Any, path: str, build: Build) -> Any:
 
 
 def resolve_scalars(value: Any) -> Any:
-    """Return the output of `parse_yaml` with plain scalars as numbers, booleans and None."""
+    """Return the output of `parse_yaml` with plain scalars, and those of NumPy, as Python values."""
     match value:
         case PlainScalar():
             return value.value()
+        case np.generic():
+            return value.item()
         case Mapping():
             return {str(key): resolve_scalars(each) for key, each in value.items()}
         case list():

@@ -17,6 +17,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
+import numpy as np
+
 from headway.trainer.config import FIELDS_ELSEWHERE, TrainerConfig
 from headway.trainer.errors import ConfigError
 from headway.trainer.loop.progress import Duration
@@ -95,6 +97,8 @@ def to_plain(value: Any, path: str = "") -> Any:
     Raises:
         ConfigError: a field's value cannot be saved in a file.
     """
+    if isinstance(value, np.generic):
+        value = value.item()
     if value is None or type(value) in (bool, int, float, str):
         return redact_value(path, value)
     if isinstance(value, (Duration, Path)):

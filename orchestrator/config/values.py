@@ -37,10 +37,21 @@ def with_values(settings: Any, values: Mapping[str, Any], path: str = "") -> Any
         if isinstance(value, Mapping) and is_dataclass(current):
             below = {str(key): each for key, each in value.items()}
         if not below:
-            changes[name] = value.item() if isinstance(value, np.generic) else value
+            changes[name] = python_values(value)
         else:
             changes[name] = with_values(current, below, where)
     return replace(settings, **changes)
+
+
+def python_values(value: Any) -> Any:
+    """Return NumPy scalars as Python numbers and strings, also those in lists, tuples and dicts."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) in (list, tuple):
+        return type(value)(map(python_values, value))
+    if type(value) is dict:
+        return {key: python_values(each) for key, each in value.items()}
+    return value
 
 
 def check_paths(settings: Any, paths: Iterable[str]) -> None:

@@ -18,6 +18,7 @@ from ..config.experiment import Experiment
 from ..config.loader import override, parse_overrides, resolve, to_plain
 from ..config.scaling import Scaling
 from ..config.target import load_named
+from ..config.values import python_values
 from . import optuna_search
 from .objectives import Constraint
 from .optuna_search import TPE, PastTrial
@@ -107,7 +108,7 @@ class Search:
         if not isinstance(self.space, Mapping) or not self.space:
             raise ConfigError(f"space must be a non-empty dict of axes by path, got {self.space!r}")
         object.__setattr__(self, "space", {path: as_axis(value) for path, value in self.space.items()})
-        object.__setattr__(self, "points", tuple(self.points))
+        object.__setattr__(self, "points", tuple(map(python_values, self.points)))
         if self.mode not in get_args(Mode):
             raise ConfigError(f"mode must be one of {', '.join(get_args(Mode))}, got {self.mode!r}")
         self._check_algorithm()
@@ -214,7 +215,7 @@ class Search:
             raise ConfigError(
                 f"{_class_of(self.algorithm)}.suggest must return a dict of values by path, got {values!r}"
             )
-        return {**self.fixed, **values}
+        return {**self.fixed, **python_values(dict(values))}
 
     @property
     def fixed(self) -> Params:

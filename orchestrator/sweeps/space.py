@@ -6,12 +6,15 @@ import json
 import math
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from headway.trainer.errors import ConfigError
 
 from ..config.loader import to_plain
+from ..config.values import python_values
 
 
 class _Number:
@@ -39,6 +42,7 @@ class _Range(_Number):
     step: Any = None
 
     def __post_init__(self) -> None:
+        _convert_numpy(self)
         name = type(self).__name__
         if not (_is_number(self.low) and _is_number(self.high)):
             raise ConfigError(f"{name}: low and high must be finite numbers, got {self.low!r} and {self.high!r}")
@@ -76,9 +80,10 @@ class _Values:
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        if not isinstance(self.values, (list, tuple, range)):
+        if not isinstance(self.values, (list, tuple, range, np.ndarray)):
             raise ConfigError(f"{name}: values must be a list, got {self.values!r}")
         object.__setattr__(self, "values", tuple(self.values))
+        _convert_numpy(self)
         if not self.values:
             raise ConfigError(f"{name}: values must not be empty")
 
@@ -166,6 +171,7 @@ class RandInt(_Range):
     log: bool = False
 
     def __post_init__(self) -> None:
+        _convert_numpy(self)
         if any(type(each) is not int for each in (self.low, self.high, self.step)):
             raise ConfigError(
                 f"RandInt: low, high and step must be integers, got {self.low!r}, {self.high!r} and {self.step!r}"
@@ -204,6 +210,7 @@ class Normal(_Number):
     step: float | None = None
 
     def __post_init__(self) -> None:
+        _convert_numpy(self)
         if not all(_is_number(each) for each in (self.mean, self.std)) or self.std <= 0:
             raise ConfigError(
                 f"Normal: mean and std must be finite numbers, std > 0, got {self.mean!r} and {self.std!r}"
@@ -280,6 +287,7 @@ class When:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "then", as_axis(self.then))
+        _convert_numpy(self)
 
     def holds(self, values: Mapping[str, Any]) -> bool:
         """Return whether the axis applies, given the values drawn so far."""
@@ -293,6 +301,8 @@ class When:
 
 def as_axis(value: Any) -> Any:
     """Return an axis for a list, for a domain of Ray Tune and for a distribution of Optuna; other values unchanged.
+
+    Scalars of NumPy become Python numbers, because records have only these.
 
     Raises:
         ConfigError: the value is an axis of another library, or has no equivalent.
@@ -309,7 +319,7 @@ def as_axis(value: Any) -> Any:
             f"space: a {type(value).__name__} of {library} is not supported: use Uniform, LogUniform, RandInt, Normal "
             "or Choice, a domain of Ray Tune, or a distribution of Optuna"
         )
-    return value
+    return python_values(value)
 
 
 def contains(axis: Any, value: Any) -> bool:
@@ -356,6 +366,12 @@ def _from_optuna(distribution: Any) -> Axis:
         case distributions.CategoricalDistribution(choices=choices):
             return Choice(tuple(choices))
     raise ConfigError(f"space: {type(distribution).__name__} of Optuna has no equivalent: use an axis such as Uniform")
+
+
+def _convert_numpy(axis: Any) -> None:
+    """Replace scalars of NumPy in the fields of an axis by Python numbers."""
+    for each in fields(axis):
+        object.__setattr__(axis, each.name, python_values(getattr(axis, each.name)))
 
 
 def _is_number(value: Any) -> bool:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from headway.orchestrator import Experiment, Retries, Scaling, resolve
 from headway.orchestrator.config.coerce import coerce, parse_yaml, render_yaml
-from headway.orchestrator.config.loader import _leaves, differences, from_plain, from_yaml, to_plain, to_yaml
+from headway.orchestrator.config.loader import _leaves, differences, from_plain, from_yaml, override, to_plain, to_yaml
 from headway.trainer import CheckpointConfig, Duration, LossSpikeConfig, ParallelConfig, Trainer, TrainerConfig
 from headway.trainer.errors import ConfigError
 
@@ -252,6 +253,19 @@ def test_every_field_of_the_trainer_has_a_path_that_says_what_it_holds() -> None
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(), st.lists))
 def test_plain_values_survive_yaml(value: Any) -> None:
     assert coerce(parse_yaml(render_yaml([value])), list[Any], "x", lambda *_: None) == [value]
+
+
+def test_scalars_of_numpy_are_saved_and_set_as_python_numbers() -> None:
+    numbers = RichConfig(learning_rate=np.float64(0.5), anything=[np.int64(3), np.str_("a")], flag=np.bool_(True))
+    assert "learning_rate: 0.5\n" in to_yaml(Experiment(name="a", trainer=RichTrainer, config=numbers))
+    found = to_plain(numbers)
+    assert repr([found[name] for name in ("learning_rate", "anything", "flag")]) == "[0.5, [3, 'a'], True]"
+    values = {"hidden": [np.int64(4)], "either": np.int64(2), "learning_rate": np.float32(0.25), "mode": np.str_("b")}
+    changed = override(RichConfig(), {**values, "flag": np.bool_(True), "anything": [np.int64(3)]})
+    found = [changed.hidden, changed.either, changed.learning_rate, changed.mode, changed.flag, changed.anything]
+    assert repr(found) == "[(4,), 2, 0.25, 'b', True, [3]]"
+    with pytest.raises(ConfigError, match="is a longdouble, which cannot be saved"):
+        to_plain(np.longdouble(1))
 
 
 def test_what_a_file_cannot_hold_is_refused() -> None:

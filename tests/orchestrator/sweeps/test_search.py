@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -35,6 +36,7 @@ from headway.orchestrator.storage.folder import Folder
 from headway.orchestrator.sweeps.console import SweepConsole
 from headway.orchestrator.sweeps.driver import SweepDriver
 from headway.orchestrator.sweeps.ending import out_of_patience, target_reached
+from headway.orchestrator.sweeps.optuna_search import PastTrial
 from headway.orchestrator.sweeps.record import Sweep, TrialResult
 from headway.orchestrator.sweeps.result import SweepResult
 from headway.orchestrator.sweeps.retention import checkpoint_bytes, delete_checkpoints, over_limit, surplus
@@ -508,6 +510,35 @@ def test_a_trial_whose_values_do_not_go_together_fails_alone_and_in_every_life_o
     assert _first_valid_trial(base, grid).config.parallel.strategy == "ddp"
     with pytest.raises(ConfigError, match="no trial in this space is valid; first error: .*cpu_offload"):
         _first_valid_trial(base, replace(grid, space={**offload, "config.parallel.strategy": "ddp"}, trials=1))
+
+
+class InNumPy:
+    def suggest(self, index: int, tried: list[PastTrial]) -> dict[str, Any]:
+        return {"config.learning_rate": np.float64(0.01), "config.width": np.int64(4), "config.shuffle": np.bool_(True)}
+
+
+def test_values_of_numpy_are_recorded_and_used_as_python_numbers(tmp_path: Path) -> None:
+    rates = list(np.logspace(-4, -1, 4))
+    space = {"config.learning_rate": rates, "config.width": RandInt(2, 9), "config.shuffle": [np.bool_(True), False]}
+    points = [{"config.learning_rate": rates[0], "config.width": np.int64(5), "config.shuffle": np.bool_(False)}]
+    numpy = Search(space=space, points=points, algorithm=InNumPy(), trials=2)
+    base = experiment(tmp_path)
+    numpy.check(base)
+    opened = open_sweep(base, numpy)
+    lead = SweepDriver(base, numpy, opened, StopSignals(), SweepConsole("validation/loss", "min"))
+    given = []
+    while (found := lead.next_trial()) is not None:
+        given.append((found[0].values, found[1]["config.learning_rate"]))
+    first = {"config.learning_rate": 1e-4, "config.width": 5, "config.shuffle": False}
+    second = {"config.learning_rate": 0.01, "config.width": 4, "config.shuffle": True}
+    assert repr(given) == repr([(first, 1e-4), (second, 0.01)])
+    assert [trial.values for trial in Sweep(opened.sweep_dir).trials()] == [first, second]
+    # The record has the numbers, and the same search in Python numbers resumes the sweep.
+    opened.release()
+    assert opened.record.search["points"] == [first]
+    assert opened.record.search["space"]["config.shuffle"] == {"Choice": {"values": [True, False]}}
+    plain = replace(numpy, space={**numpy.space, "config.learning_rate": [float(each) for each in rates]})
+    assert open_sweep(base, replace(plain, points=[first])).record.id == opened.record.id
 
 
 def test_a_trial_is_judged_by_the_best_value_of_a_metric_of_its_training(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headway.orchestrator import Choice, Experiment, Grid, LogUniform, Normal, RandInt, Search, Uniform, When
@@ -87,6 +88,25 @@ def test_domains_of_ray_tune_and_distributions_of_optuna_become_axes() -> None:
     assert conditional == When(WIDTH, 4, Uniform(0, 1))
     with pytest.raises(ConfigError, match="Function of Ray Tune has no equivalent.*When"):
         Search(space={RATE: tune.sample_from(lambda config: 1)})
+
+
+@pytest.mark.parametrize(
+    ("given", "axis"),
+    [
+        (list(np.array([1e-4, 1e-3])), Choice([1e-4, 1e-3])),
+        (Choice(np.arange(8, 33, 8)), Choice([8, 16, 24, 32])),
+        (Grid([[np.int64(4), 4], {"a": np.float64(0.5)}]), Grid([[4, 4], {"a": 0.5}])),
+        (Uniform(np.float32(0.5), np.int64(2), np.float64(0.25)), Uniform(0.5, 2, 0.25)),
+        (RandInt(np.int64(2), np.int32(8), step=np.int64(2)), RandInt(2, 8, step=2)),
+        (Normal(np.float64(0.5), np.float64(0.25)), Normal(0.5, 0.25)),
+        (When("config.width", np.int64(4), [np.str_("a"), np.bool_(True)]), When("config.width", 4, ["a", True])),
+        (np.float64(0.5), 0.5),
+    ],
+    ids=str,
+)
+def test_scalars_of_numpy_become_python_numbers(given: Any, axis: Any) -> None:
+    # By their text, because numbers of NumPy are equal to others.
+    assert repr(as_axis(given)) == repr(axis)
 
 
 def test_a_grid_over_some_axes_and_samples_over_others() -> None:

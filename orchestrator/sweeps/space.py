@@ -347,12 +347,30 @@ def _from_tune(domain: Any) -> Axis:
         sampler, step = sampler.get_sampler(), sampler.q
     is_log = isinstance(sampler, sample.LogUniform)
     if isinstance(domain, sample.Integer):
-        # The upper limit is exclusive, except with a step.
-        high = domain.upper - 1 if step is None else domain.upper
-        return RandInt(domain.lower, high, step=step or 1, log=is_log)
+        return _integers_of_tune(domain.lower, domain.upper, step or 1, log=is_log)
     if isinstance(sampler, sample.Normal):
+        if step is not None and not math.isclose(sampler.mean / step, round(sampler.mean / step), abs_tol=1e-9):
+            raise ConfigError(
+                f"space: qrandn({sampler.mean}, {sampler.sd}, {step}) draws multiples of {step}, but the steps of "
+                f"Normal are counted from its mean: use a mean that is a multiple of {step}"
+            )
         return Normal(sampler.mean, sampler.sd, step)
+    # Ray Tune has checked that both limits are multiples of the step.
     return (LogUniform if is_log else Uniform)(domain.lower, domain.upper, step)
+
+
+def _integers_of_tune(lower: int, upper: int, step: int, *, log: bool) -> RandInt:
+    """Return the multiples of the step between two limits; with a step of 1, the upper one is exclusive."""
+    low, high = -(-lower // step) * step, (upper // step * step if step != 1 else upper - 1)
+    if low > high:
+        ends = "no integer: its upper limit is exclusive" if step == 1 else f"no multiple of {step}"
+        raise ConfigError(f"space: a domain of Ray Tune from {lower} to {upper} contains {ends}")
+    if low == high:
+        ends = ", because its upper limit is exclusive" if step == 1 else f", the only multiple of {step}"
+        raise ConfigError(
+            f"space: a domain of Ray Tune from {lower} to {upper} has only the value {low}{ends}: use {low} itself"
+        )
+    return RandInt(low, high, step=step, log=log)
 
 
 def _from_optuna(distribution: Any) -> Axis:

@@ -67,9 +67,16 @@ def test_domains_of_ray_tune_and_distributions_of_optuna_become_axes() -> None:
         # The upper limit is exclusive in Ray Tune, but not with a step.
         (tune.randint(1, 8), RandInt(1, 7)),
         (tune.qrandint(8, 64, 8), RandInt(8, 64, 8)),
+        # Multiples of the step, wherever the limits are.
+        (tune.qrandint(2, 20, 4), RandInt(4, 20, 4)),
+        (tune.qrandint(1, 64, 8), RandInt(8, 64, 8)),
+        (tune.qrandint(-5, 10, 4), RandInt(-4, 8, 4)),
+        (tune.qrandint(1, 8, 1), RandInt(1, 7)),
+        (tune.qlograndint(3, 70, 8), RandInt(8, 64, 8, log=True)),
         (tune.lograndint(1, 1025), RandInt(1, 1024, log=True)),
         (tune.randn(1.0, 2.0), Normal(1.0, 2.0)),
         (tune.qrandn(0.0, 1.0, 0.5), Normal(0.0, 1.0, 0.5)),
+        (tune.qrandn(0.3, 1.0, 0.1), Normal(0.3, 1.0, 0.1)),
         (tune.choice([[4, 4], [8]]), Choice([[4, 4], [8]])),
         (tune.grid_search([1, 2]), Grid([1, 2])),
         (optuna.FloatDistribution(0.0, 1.0), Uniform(0.0, 1.0)),
@@ -84,6 +91,15 @@ def test_domains_of_ray_tune_and_distributions_of_optuna_become_axes() -> None:
     ]
     for value, axis in expected:
         assert as_axis(value) == axis
+    for value, message in [
+        (tune.randint(2, 3), "from 2 to 3 has only the value 2, because its upper limit is exclusive: use 2 itself"),
+        (tune.randint(5, 2), "from 5 to 2 contains no integer: its upper limit is exclusive"),
+        (tune.qrandint(3, 5, 4), "from 3 to 5 has only the value 4, the only multiple of 4: use 4 itself"),
+        (tune.qrandint(5, 7, 4), "from 5 to 7 contains no multiple of 4"),
+        (tune.qrandn(0.1, 1.0, 0.25), "draws multiples of 0.25, but .* use a mean that is a multiple of 0.25"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            as_axis(value)
     conditional = Search(space={WIDTH: [4, 8], RATE: When(WIDTH, 4, tune.uniform(0, 1))}).space[RATE]
     assert conditional == When(WIDTH, 4, Uniform(0, 1))
     with pytest.raises(ConfigError, match="Function of Ray Tune has no equivalent.*When"):
@@ -107,6 +123,26 @@ def test_domains_of_ray_tune_and_distributions_of_optuna_become_axes() -> None:
 def test_scalars_of_numpy_become_python_numbers(given: Any, axis: Any) -> None:
     # By their text, because numbers of NumPy are equal to others.
     assert repr(as_axis(given)) == repr(axis)
+
+
+@pytest.mark.parametrize(
+    ("name", "limits"),
+    [
+        ("qrandint", (2, 20, 4)),
+        ("qrandint", (1, 64, 8)),
+        ("qrandint", (-5, 10, 4)),
+        ("qrandint", (1, 8, 1)),
+        ("qlograndint", (3, 70, 8)),
+        ("randint", (2, 9)),
+        ("lograndint", (1, 9)),
+        ("quniform", (0.25, 1.5, 0.25)),
+        ("qloguniform", (1.0, 9.0, 1.0)),
+    ],
+)
+def test_an_axis_has_the_values_that_ray_tune_draws(name: str, limits: tuple[Any, ...]) -> None:
+    domain = getattr(pytest.importorskip("ray.tune"), name)(*limits)
+    theirs = set(domain.sample(size=2000, random_state=1))
+    assert sorted(set(drawn(as_axis(domain)))) == pytest.approx(sorted(theirs))
 
 
 def test_a_grid_over_some_axes_and_samples_over_others() -> None:

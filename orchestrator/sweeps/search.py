@@ -24,7 +24,7 @@ from .objectives import Constraint
 from .optuna_search import TPE, PastTrial
 from .sampling import AXES, Params, axis_of, combinations, conditions, sample
 from .schedulers import PBT, Scheduler, check_positive_ints, is_from, is_tune_scheduler, tune_setting
-from .space import Axis, Grid, LogUniform, Normal, Uniform, When, as_axis, contains
+from .space import Axis, Grid, LogUniform, Uniform, When, as_axis, is_number
 from .space_checks import check_point, check_space, check_varied
 
 # What the schedulers and stoppers of Ray Tune can count. Ray Tune adds all but the first three.
@@ -108,6 +108,7 @@ class Search:
         if not isinstance(self.space, Mapping) or not self.space:
             raise ConfigError(f"space must be a non-empty dict of axes by path, got {self.space!r}")
         object.__setattr__(self, "space", {path: as_axis(value) for path, value in self.space.items()})
+        self._check_list("points", "dicts of values by path", '{"config.learning_rate": 1e-3}')
         object.__setattr__(self, "points", tuple(map(python_values, self.points)))
         if self.mode not in get_args(Mode):
             raise ConfigError(f"mode must be one of {', '.join(get_args(Mode))}, got {self.mode!r}")
@@ -117,14 +118,13 @@ class Search:
             object.__setattr__(self, "time_budget", Duration.parse(self.time_budget))
             if self.time_budget.unit != "seconds":
                 raise ConfigError(f'time_budget must be a time such as "2h", got {self.time_budget}')
-        if self.max_checkpoint_bytes is not None and not self.max_checkpoint_bytes > 0:
-            raise ConfigError(f"max_checkpoint_bytes must be > 0, got {self.max_checkpoint_bytes!r}")
-        if isinstance(self.warm_start, str):
-            raise ConfigError(f"warm_start must be a list of folders, got {self.warm_start!r}")
-        object.__setattr__(self, "warm_start", tuple(self.warm_start))
+        most = self.max_checkpoint_bytes
+        if most is not None and not (is_number(most) and most > 0):
+            raise ConfigError(f"max_checkpoint_bytes must be a number > 0, such as 20e9, got {most!r}")
+        self._check_list("warm_start", "folders of sweeps", '"runs/earlier-sweep"')
         if self.warm_start and self.algorithm in ("random", "grid"):
             raise ConfigError(f"warm_start needs an algorithm that learns, such as 'tpe', got {self.algorithm!r}")
-        if self.target is not None and not contains(Normal(0, 1), self.target):
+        if self.target is not None and not is_number(self.target):
             raise ConfigError(f"target must be a finite number, got {self.target!r}")
         if not isinstance(self.metric, str):
             raise ConfigError(f"metric must be one name, got {self.metric!r}: name the others in objectives")
@@ -363,10 +363,21 @@ class Search:
                 f"suggest(index, tried), got {algorithm!r}"
             )
 
+    def _check_list(self, name: str, kind: str, example: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise ConfigError(f"{name} must be a list of {kind}, such as [{example}], got {value!r}")
+        object.__setattr__(self, name, tuple(value))
+
     def _check_objectives(self) -> None:
-        object.__setattr__(self, "constraints", tuple(self.constraints))
+        self._check_list("constraints", "limits", '"validation/latency <= 20"')
         for text in self.constraints:
             Constraint.parse(text)
+        if not isinstance(self.objectives, Mapping):
+            raise ConfigError(
+                f'objectives must be a dict of "min" or "max" by metric, such as {{"validation/parameters": "min"}}, '
+                f"got {self.objectives!r}"
+            )
         for name, mode in self.objectives.items():
             if name == self.metric or mode not in get_args(Mode):
                 raise ConfigError(

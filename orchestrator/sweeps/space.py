@@ -44,9 +44,11 @@ class _Range(_Number):
     def __post_init__(self) -> None:
         _convert_numpy(self)
         name = type(self).__name__
-        if not (_is_number(self.low) and _is_number(self.high)):
+        if not (is_number(self.low) and is_number(self.high)):
             raise ConfigError(f"{name}: low and high must be finite numbers, got {self.low!r} and {self.high!r}")
-        if not self.low < self.high:
+        if self.low == self.high:
+            raise ConfigError(f"{name}: low and high are both {self.low!r}: use the value {self.low!r} itself")
+        if self.low > self.high:
             raise ConfigError(f"{name}: low must be less than high, got {self.low!r} and {self.high!r}")
         if (isinstance(self, LogUniform) or getattr(self, "log", False)) and not self.low > 0:
             raise ConfigError(f"{name}: low must be > 0 on a logarithmic scale, got {self.low!r}")
@@ -86,6 +88,11 @@ class _Values:
         _convert_numpy(self)
         if not self.values:
             raise ConfigError(f"{name}: values must not be empty")
+        if nested := [each for each in self.values if _is_axis(each)]:
+            raise ConfigError(
+                f"{name}: values must not be axes, got one of {type(nested[0]).__name__}: list its values, or choose "
+                "by another field and use When(path, value, axis)"
+            )
 
     def samples(self) -> tuple[Any, ...]:
         """Return all values, for validation."""
@@ -211,7 +218,7 @@ class Normal(_Number):
 
     def __post_init__(self) -> None:
         _convert_numpy(self)
-        if not all(_is_number(each) for each in (self.mean, self.std)) or self.std <= 0:
+        if not all(is_number(each) for each in (self.mean, self.std)) or self.std <= 0:
             raise ConfigError(
                 f"Normal: mean and std must be finite numbers, std > 0, got {self.mean!r} and {self.std!r}"
             )
@@ -311,7 +318,7 @@ def as_axis(value: Any) -> Any:
         return Choice(tuple(value))
     if isinstance(value, Mapping) and set(value) == {"grid_search"}:
         return Grid(value["grid_search"])
-    library = type(value).__module__.partition(".")[0]
+    library = _library_of(value)
     if library in ("ray", "optuna"):
         return (_from_tune if library == "ray" else _from_optuna)(value)
     if library in ("hyperopt", "scipy", "skopt", "ConfigSpace"):
@@ -327,9 +334,18 @@ def contains(axis: Any, value: Any) -> bool:
     if isinstance(axis, _Values):
         return axis.encode(value) is not None
     if isinstance(axis, _Number):
-        is_type = type(value) is int if isinstance(axis, RandInt) else _is_number(value)
+        is_type = type(value) is int if isinstance(axis, RandInt) else is_number(value)
         return is_type and math.isclose(axis.snap(value), value, rel_tol=1e-9, abs_tol=1e-12)
     return bool(to_plain(value) == to_plain(axis))
+
+
+def _library_of(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]
+
+
+def _is_axis(value: Any) -> bool:
+    is_grid = isinstance(value, Mapping) and set(value) == {"grid_search"}
+    return is_grid or isinstance(value, (_Number, _Values, When)) or _library_of(value) in ("ray", "optuna")
 
 
 def _from_tune(domain: Any) -> Axis:
@@ -338,8 +354,9 @@ def _from_tune(domain: Any) -> Axis:
     if isinstance(domain, sample.Categorical):
         return Choice(tuple(domain.categories))
     if not isinstance(domain, (sample.Float, sample.Integer)):
+        name = "sample_from" if isinstance(domain, sample.Function) else type(domain).__name__
         raise ConfigError(
-            f"space: {type(domain).__name__} of Ray Tune has no equivalent: use an axis, with When for a parameter "
+            f"space: {name} of Ray Tune has no equivalent: use an axis, with When for a parameter "
             "that depends on another one, or compute the value in the trainer"
         )
     sampler, step = domain.get_sampler(), None
@@ -392,10 +409,11 @@ def _convert_numpy(axis: Any) -> None:
         object.__setattr__(axis, each.name, python_values(getattr(axis, each.name)))
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Return whether a value is a finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _check_step(axis: Any, step: Any) -> None:
-    if step is not None and not (_is_number(step) and step > 0):
+    if step is not None and not (is_number(step) and step > 0):
         raise ConfigError(f"{type(axis).__name__}: step must be > 0, got {step!r}")

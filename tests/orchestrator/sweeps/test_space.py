@@ -93,6 +93,9 @@ def test_domains_of_ray_tune_and_distributions_of_optuna_become_axes() -> None:
         assert as_axis(value) == axis
     for value, message in [
         (tune.randint(2, 3), "from 2 to 3 has only the value 2, because its upper limit is exclusive: use 2 itself"),
+        (tune.choice([tune.randint(2, 5), 16]), "values must not be axes, got one of Integer: .* use When"),
+        ([0.1, optuna.FloatDistribution(0.0, 1.0)], "values must not be axes, got one of FloatDistribution"),
+        (optuna.FloatDistribution(0.1, 0.1), "low and high are both 0.1"),
         (tune.randint(5, 2), "from 5 to 2 contains no integer: its upper limit is exclusive"),
         (tune.qrandint(3, 5, 4), "from 3 to 5 has only the value 4, the only multiple of 4: use 4 itself"),
         (tune.qrandint(5, 7, 4), "from 5 to 7 contains no multiple of 4"),
@@ -102,7 +105,7 @@ def test_domains_of_ray_tune_and_distributions_of_optuna_become_axes() -> None:
             as_axis(value)
     conditional = Search(space={WIDTH: [4, 8], RATE: When(WIDTH, 4, tune.uniform(0, 1))}).space[RATE]
     assert conditional == When(WIDTH, 4, Uniform(0, 1))
-    with pytest.raises(ConfigError, match="Function of Ray Tune has no equivalent.*When"):
+    with pytest.raises(ConfigError, match="sample_from of Ray Tune has no equivalent.*When"):
         Search(space={RATE: tune.sample_from(lambda config: 1)})
 
 
@@ -164,6 +167,9 @@ def test_a_grid_over_some_axes_and_samples_over_others() -> None:
     ("make", "message"),
     [
         (lambda: Uniform(1, 0), "low must be less than high"),
+        (lambda: Uniform(0.1, 0.1), "Uniform: low and high are both 0.1: use the value 0.1 itself"),
+        (lambda: Choice([0.1, Uniform(0, 1)]), "Choice: values must not be axes, got one of Uniform: list its values"),
+        (lambda: Grid([1, {"grid_search": [2, 3]}]), "Grid: values must not be axes, got one of dict"),
         (lambda: Uniform(0, 1, step=2), r"step must be <= high - low \(1\), got 2"),
         (lambda: Uniform(0, 1, step=0), "step must be > 0, got 0"),
         (lambda: LogUniform(0, 1), "low must be > 0 on a logarithmic scale, got 0"),

@@ -314,7 +314,7 @@ def as_axis(value: Any) -> Any:
     Raises:
         ConfigError: the value is an axis of another library, or has no equivalent.
     """
-    if isinstance(value, list):
+    if isinstance(value, (list, np.ndarray)):
         return Choice(tuple(value))
     if isinstance(value, Mapping) and set(value) == {"grid_search"}:
         return Grid(value["grid_search"])

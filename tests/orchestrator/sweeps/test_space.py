@@ -113,6 +113,7 @@ def test_domains_of_ray_tune_and_distributions_of_optuna_become_axes() -> None:
     ("given", "axis"),
     [
         (list(np.array([1e-4, 1e-3])), Choice([1e-4, 1e-3])),
+        (np.array([8, 16]), Choice([8, 16])),
         (Choice(np.arange(8, 33, 8)), Choice([8, 16, 24, 32])),
         (Grid([[np.int64(4), 4], {"a": np.float64(0.5)}]), Grid([[4, 4], {"a": 0.5}])),
         (Uniform(np.float32(0.5), np.int64(2), np.float64(0.25)), Uniform(0.5, 2, 0.25)),

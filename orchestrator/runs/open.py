@@ -20,7 +20,7 @@ from ..config.experiment import Experiment
 from ..config.loader import Difference, differences, non_default_fields, to_plain, to_yaml
 from ..errors import RunConflictError
 from ..storage.folder import Folder
-from ..sweeps.record import Sweep, SweepRecord
+from ..sweeps.record import SEARCHER_STATE, Sweep, SweepRecord
 from ..sweeps.search import MUTABLE, Search
 from .ownership import RUN_RECORD, check_not_owned, own_folder
 from .provenance import code, git_state, hardware, versions
@@ -177,7 +177,8 @@ def open_sweep(experiment: Experiment, search: Search, *, say: Callable[[str], N
         say: as for `open_run`.
 
     Raises:
-        RunConflictError: the name belongs to a run, the sweep has other settings, or another process drives it.
+        RunConflictError: the name belongs to a run, the sweep has trials with other settings, or another process drives
+            it.
         StorageError: the storage cannot be written.
     """
     folder = Folder(experiment.run_dir)
@@ -191,7 +192,7 @@ def open_sweep(experiment: Experiment, search: Search, *, say: Callable[[str], N
     with _named_conflict(experiment):
         check_not_owned(folder, watch=False)
         if folder.read(SWEEP_RECORD) is not None:
-            _check_sweep_settings(Sweep(folder.place), settings, experiment)
+            _can_resume_sweep(Sweep(folder.place), settings, experiment)
         folder.prepare()
         ownership = own_folder(folder, say=say)
     try:
@@ -205,7 +206,12 @@ def open_sweep(experiment: Experiment, search: Search, *, say: Callable[[str], N
 
 def _begin_sweep(experiment: Experiment, folder: Folder, settings: dict[str, Any], *, claim: str) -> Sweep:
     """Write the record of a new start of a sweep."""
-    if folder.read(SWEEP_RECORD) is None:
+    sweep = Sweep(folder.place) if folder.read(SWEEP_RECORD) is not None else None
+    resumes = sweep is not None and _can_resume_sweep(sweep, settings, experiment)
+    clear_stop_request(folder)
+    if sweep is None or not resumes:
+        # From a start with other settings.
+        folder.remove(SEARCHER_STATE)
         record = SweepRecord(
             id=uuid.uuid4().hex[:12],
             name=experiment.name,
@@ -217,9 +223,6 @@ def _begin_sweep(experiment: Experiment, folder: Folder, settings: dict[str, Any
         )
         folder.write(SWEEP_RECORD, record.to_json(), durable=True)
         return Sweep(folder.place)
-    sweep = Sweep(folder.place)
-    _check_sweep_settings(sweep, settings, experiment)
-    clear_stop_request(folder)
     # `record_changed_settings` updates the experiment before a trial is trained.
     del settings["experiment"]
     sweep.update(**settings, status="running", reason="", started=now(), ended=None, driver=Driver.this(), claim=claim)
@@ -272,7 +275,12 @@ def _conflict(experiment: Experiment, refused: list[Difference]) -> str:
     )
 
 
-def _check_sweep_settings(sweep: Sweep, settings: Mapping[str, Any], experiment: Experiment) -> None:
+def _can_resume_sweep(sweep: Sweep, settings: Mapping[str, Any], experiment: Experiment) -> bool:
+    """Return False if a sweep has other settings but no trial yet, so that its record may be replaced.
+
+    Raises:
+        RunConflictError: it has other settings, and trials.
+    """
     before = {"search": {**Search.plain_defaults(), **sweep.record.search}, **sweep.record.experiment}
     after = json.loads(json.dumps({"search": settings["search"], **settings["experiment"]}))
     for each in (before, after):
@@ -292,9 +300,12 @@ def _check_sweep_settings(sweep: Sweep, settings: Mapping[str, Any], experiment:
             "Trials of different lengths cannot be compared: use another name (name=...), or revert the changes. "
             f"The sweep is in {experiment.run_dir}"
         )
+    if refused and not sweep.trials():
+        return False
     if refused:
         lines = "\n".join(f"  {change}" for change in refused)
         raise RunConflictError(
             f"the sweep {experiment.name} was started with other settings:\n{lines}\n"
             f"Use another name (name=...), or revert the changes. The sweep is in {experiment.run_dir}"
         )
+    return True

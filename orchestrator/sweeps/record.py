@@ -3,6 +3,7 @@
 `<storage>/<name>/` contains
 `sweep.json`: the record, replaced as a whole and only by the driver;
 `events.jsonl`: the journal of suggestions and results;
+`searcher.json`: the state of a `Searcher` of Ray Tune;
 `trial-000/`, `trial-001/`, ...: the trials, each a run.
 """
 
@@ -36,6 +37,8 @@ PRUNED = "pruned by "
 """Prefix of the reason of a run that a scheduler stopped."""
 ENDED_EARLY = "ended by search.stop"
 """Prefix of the reason of a run that `Search.stop` ended; it counts as trained to the end."""
+
+SEARCHER_STATE = "searcher.json"
 
 TrialStatus = Literal["pending", "running"] | Status
 

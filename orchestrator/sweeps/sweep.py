@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headway.trainer.errors import ConfigError
 
@@ -12,8 +12,8 @@ from ..config.experiment import Experiment
 from ..config.loader import check_not_redacted
 from ..errors import RunConflictError
 from ..runs.open import open_sweep, record_changed_settings
-from ..runs.run import now
-from ..storage.folder import absolute, retry_storage
+from ..runs.run import SWEEP_RECORD, now
+from ..storage.folder import Folder, absolute, retry_storage
 from ..train.fit import check_training, keep_error, summarize_error
 from .console import SweepConsole
 from .driver import ABORT_TIMEOUT_S, ALL_ENDED, SweepDriver
@@ -23,6 +23,9 @@ from .record import Sweep
 from .result import SweepResult
 from .sampling import fits
 from .search import Search
+
+if TYPE_CHECKING:
+    from .tune.searcher import TuneSearcher
 
 
 def sweep(
@@ -65,9 +68,14 @@ def sweep(
     first = _first_valid_trial(experiment, search)
     if cpus is not None:
         check_training(first)
+    folder = Folder(experiment.run_dir)
+    # Before the sweep has its name, because both may be refused. A sweep that exists may have ended and need neither.
+    learned = None if folder.exists(SWEEP_RECORD) else _warm_and_searcher(search, folder)
     opened = open_sweep(experiment, search, say=display.line)
     try:
-        return _run_sweep(experiment, search, opened, display, retry_failed=retry_failed, cpus=cpus, verbose=verbose)
+        return _run_sweep(
+            experiment, search, opened, display, learned, retry_failed=retry_failed, cpus=cpus, verbose=verbose
+        )
     finally:
         opened.release()
 
@@ -77,6 +85,7 @@ def _run_sweep(
     search: Search,
     opened: Sweep,
     display: SweepConsole,
+    learned: tuple[list[PastTrial], TuneSearcher | None] | None,
     *,
     retry_failed: bool,
     cpus: float | None,
@@ -87,7 +96,6 @@ def _run_sweep(
     from ..train.signals import StopSignals
     from .concurrency import ConcurrencyLimit
     from .tune.adapter import tune_trials
-    from .tune.searcher import TuneSearcher
 
     if retry_failed:
         opened.retry_failed()
@@ -98,9 +106,7 @@ def _run_sweep(
         reason = out_of_patience(search, trials)
     if reason is not None:
         return _end(opened, display, "completed", reason)
-    warm = warm_trials(search)
-    # Before Ray starts, because a searcher may not accept the space.
-    searcher = TuneSearcher(search, opened.folder, warm) if search.has_searcher else None
+    warm, searcher = learned or _warm_and_searcher(search, opened.folder)
     if searcher is not None and searcher.note is not None:
         display.line(searcher.note, "yellow")
     for change in record_changed_settings(opened, experiment):
@@ -126,6 +132,20 @@ def _run_sweep(
         finally:
             display.close()
     return _end(opened, display, status, reason, signal=signals.number if status == "interrupted" else None)
+
+
+def _warm_and_searcher(search: Search, folder: Folder) -> tuple[list[PastTrial], TuneSearcher | None]:
+    """Return the trials of other sweeps to learn from, and the searcher of Ray Tune if the search has one.
+
+    Raises:
+        ConfigError: `warm_start` is invalid, or the searcher does not accept the search.
+    """
+    warm = warm_trials(search)
+    if not search.has_searcher:
+        return warm, None
+    from .tune.searcher import TuneSearcher
+
+    return warm, TuneSearcher(search, folder, warm)
 
 
 def warm_trials(search: Search) -> list[PastTrial]:

@@ -19,11 +19,11 @@ from headway.trainer.errors import ConfigError
 
 from ...storage.folder import Folder
 from ..optuna_search import PastTrial
+from ..record import SEARCHER_STATE
 from ..sampling import Params
 from ..search import Search
 from ..space import Axis, Choice, LogUniform, Normal, RandInt, Uniform
 
-_STATE = "searcher.json"
 # Refusals in a row while no trial trains, after which there is nothing to wait for. Some searchers refuse duplicates or
 # wait for the result of a trial that has failed.
 _MOST_REFUSALS = 100
@@ -170,11 +170,13 @@ class TuneSearcher:
         state = self._state() if self._can_save else None
         if state is not None:
             plain = {"asked": self._num_asked, "ids": list(self._ids.items()), "told": sorted(self._told)}
-            self._folder.write(_STATE, json.dumps({**plain, "state": base64.b64encode(state).decode()}), durable=True)
+            self._folder.write(
+                SEARCHER_STATE, json.dumps({**plain, "state": base64.b64encode(state).decode()}), durable=True
+            )
 
     def _restore(self) -> bool:
         """Restore the state of an earlier driver; return False if there is none."""
-        text = self._folder.read(_STATE)
+        text = self._folder.read(SEARCHER_STATE)
         if text is None:
             return False
         plain = json.loads(text)

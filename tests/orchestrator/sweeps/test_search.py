@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ray.tune.search import ConcurrencyLimiter
+from ray.tune.search.optuna import OptunaSearch
 from rich.console import Console
 
 from headway.orchestrator import (
@@ -19,6 +21,7 @@ from headway.orchestrator import (
     Experiment,
     HyperBand,
     LogUniform,
+    Normal,
     RandInt,
     RunConflictError,
     Search,
@@ -29,7 +32,7 @@ from headway.orchestrator import (
 from headway.orchestrator.cli.run_list import print_runs
 from headway.orchestrator.config.values import with_values
 from headway.orchestrator.runs.open import open_run, open_sweep, record_changed_settings
-from headway.orchestrator.runs.requests import read_stop_request
+from headway.orchestrator.runs.requests import StopRequest, read_stop_request, request_stop
 from headway.orchestrator.runs.run import Run
 from headway.orchestrator.storage.events import EventWriter, read_events
 from headway.orchestrator.storage.folder import Folder
@@ -249,6 +252,44 @@ def test_the_journal_says_what_was_tried_and_another_search_of_the_same_name_is_
         open_sweep(base, search(seed=1))
     with pytest.raises(RunConflictError, match="config.width"):
         open_sweep(experiment(tmp_path, config=TinyConfig(max_steps=4, width=3)), search())
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"algorithm": ConcurrencyLimiter(OptunaSearch(), max_concurrent=2, batch=True)}, "batch=True. is not supp"),
+        ({"algorithm": OptunaSearch(), "space": {"config.learning_rate": Normal(0.1, 0.01)}}, "cannot search this"),
+        ({"algorithm": "tpe", "warm_start": ["/nowhere"]}, "/nowhere"),
+    ],
+)
+def test_a_search_that_is_refused_before_ray_starts_leaves_its_name_free(
+    tmp_path: Path, settings: dict[str, Any], error: str
+) -> None:
+    with pytest.raises(ConfigError, match=error):
+        sweep(experiment(tmp_path), search(**settings))
+    assert not (tmp_path / "tiny").exists()
+
+
+def test_a_sweep_without_a_trial_may_start_with_other_settings(tmp_path: Path) -> None:
+    first = open_sweep(experiment(tmp_path), search(trials=3))
+    first.note("settings_changed", changes=[])
+    first.folder.write("searcher.json", "{}")
+    request_stop(first.folder, StopRequest(reason="earlier"))
+    first.update(status="failed", reason="Ray has not started")
+    first.release()
+    second = open_sweep(experiment(tmp_path), search(trials=3))
+    assert second.record.id == first.record.id
+    second.release()
+    base, other = experiment(tmp_path, config=TinyConfig(max_steps=4, width=3)), search(algorithm="tpe", trials=2)
+    third = open_sweep(base, other)
+    assert (third.record.search, third.record.trials) == (json.loads(json.dumps(other.to_plain())), 2)
+    assert (third.record.experiment["config"]["width"], third.record.status) == (3, "running")
+    assert third.folder.read("searcher.json") is None
+    assert read_stop_request(third.folder) is None
+    third.note("trial_suggested", trial="trial-000", index=0, values={})
+    third.release()
+    with pytest.raises(RunConflictError, match="algorithm: 'tpe' -> 'random'"):
+        open_sweep(base, search())
 
 
 def test_no_limit_changes_once_a_trial_has_come_to_its_end_and_the_record_says_what_trials_have(tmp_path: Path) -> None:

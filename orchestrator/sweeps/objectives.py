@@ -53,6 +53,11 @@ class Constraint:
         return min(value - self.limit if self.is_upper else self.limit - value, _WORST)
 
 
+def constrained(constraints: Sequence[str]) -> tuple[str, ...]:
+    """Return the metrics of constraints."""
+    return tuple(Constraint.parse(each).metric for each in constraints)
+
+
 def is_feasible(metrics: Mapping[str, float], constraints: Sequence[str]) -> bool:
     """Return whether metrics meet all constraints; a missing metric meets none."""
     return all(Constraint.parse(each).violation(metrics) <= 0 for each in constraints)

@@ -12,7 +12,7 @@ from headway.trainer.checkpoints.retention import Mode
 from headway.trainer.result import Table
 
 from ..storage.folder import absolute
-from .objectives import Constraint, objective_values, pareto
+from .objectives import constrained, objective_values, pareto
 from .record import Sweep, TrialResult, ranked
 
 
@@ -107,7 +107,7 @@ class SweepResult:
     @property
     def _further_metrics(self) -> list[str]:
         """The metrics of the objectives and constraints besides the metric."""
-        names = [*self.objectives, *(Constraint.parse(each).metric for each in self.constraints)]
+        names = [*self.objectives, *constrained(self.constraints)]
         return [name for name in dict.fromkeys(names) if name != self.metric]
 
     def dataframe(self) -> Any:

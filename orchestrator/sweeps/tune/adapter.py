@@ -25,6 +25,7 @@ from ...storage.folder import Folder
 from ...storage.scratch import scratch_folder
 from ...train.train_loop import Start
 from ..driver import SweepDriver
+from ..objectives import constrained
 from .ray_schedulers import GracefulStopScheduler, NotPickled, trial_name
 from .trial import SweepTask, trial_resources
 from .trial_process import train_trial
@@ -52,7 +53,7 @@ def tune_trials(driver: SweepDriver) -> None:
     trains_here = experiment.scaling.trains_in_trial
     task = SweepTask(
         start=Start.of(experiment, ResumeOptions()), sweep_dir=sweep.sweep_dir, metric=search.metric, mode=search.mode,
-        pauses=search.pauses,
+        pauses=search.pauses, objectives=tuple(search.objectives), constraints=constrained(search.constraints),
     )  # fmt: skip
     with (
         temporary_env(_QUIET, unless_set=True),

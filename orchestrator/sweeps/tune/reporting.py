@@ -39,14 +39,20 @@ def make_report(metric: str, mode: Mode, value: float, evaluations: int, step: i
     }  # fmt: skip
 
 
-def check_metric(metric: str | None, metrics: Mapping[str, float], of: str) -> None:
+def check_metric(metric: str | None, metrics: Mapping[str, float], of: str, named_by: str = "metric is") -> None:
     """Check that there is a value of the metric.
+
+    Args:
+        metric: its name; None: any will do.
+        metrics: the metrics that there are.
+        of: what has logged them.
+        named_by: the field that names the metric, with a verb.
 
     Raises:
         ConfigError: there is none.
     """
     if metric is not None and metric not in metrics:
-        raise ConfigError(f"metric is {metric!r}, but {of} logs {', '.join(metrics) or 'no metric'}")
+        raise ConfigError(f"{named_by} {metric!r}, but {of} logs {', '.join(metrics) or 'no metric'}")
 
 
 class TuneReporter:

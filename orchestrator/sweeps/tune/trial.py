@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ray import tune
@@ -22,6 +23,7 @@ from ...config.scaling import Scaling
 from ...config.values import with_values
 from ...display.console import RunConsole
 from ...errors import RunConflictError
+from ...runs.metric_history import metric_by_step
 from ...runs.ownership import own_folder
 from ...runs.requests import clear_stop_request, read_stop_request
 from ...runs.result import RunResult
@@ -36,6 +38,7 @@ from ...train.signals import StopSignals
 from ...train.train_loop import Start
 from ...train.worker import run_attempt
 from ...train.worker_group import make_task, retry_policy, run_worker_group, wait_to_restart
+from ..record import ENDED_EARLY
 from .reporting import (
     ENDED_BY_TUNE,
     EventReporter,
@@ -55,6 +58,7 @@ class SweepTask:
         sweep_dir: folder of the sweep.
         metric, mode: the objective.
         pauses: whether the scheduler needs a checkpoint of each evaluation, and may change the values of a trial.
+        objectives, constraints: names of further metrics that a complete trial must have.
     """
 
     start: Start
@@ -62,6 +66,8 @@ class SweepTask:
     metric: str
     mode: Mode
     pauses: bool
+    objectives: tuple[str, ...] = ()
+    constraints: tuple[str, ...] = ()
 
 
 def run_trial(config: dict[str, Any], task: SweepTask) -> None:
@@ -95,8 +101,8 @@ def _train_trial(run: Run, experiment: Experiment, resume: str, task: SweepTask)
     try:
         callbacks = [*reports, *trial_callbacks(saves=task.pauses, is_adopted=is_adopted)]
         result = drive(experiment, run, display, callbacks, ResumeOptions(resume=resume, accept_changes=task.pauses))
-        if result.status == "completed":
-            check_metric(task.metric, result.metrics, "a trial")
+        if result.status == "completed" or result.reason.startswith(ENDED_EARLY):
+            result = replace(result, metrics=_judged_metrics(run, result.metrics, task))
     except RunConflictError:
         # The trial's files belong to another process now.
         return
@@ -111,6 +117,22 @@ def _train_trial(run: Run, experiment: Experiment, resume: str, task: SweepTask)
     if reporter.has_ended:
         # Ray Tune expects a paused trial's function to end this way.
         sys.exit(0)
+
+
+def _judged_metrics(run: Run, metrics: dict[str, float], task: SweepTask) -> dict[str, float]:
+    """Return the last metrics of a complete trial, among them all by which it is judged.
+
+    Raises:
+        ConfigError: the run has not logged one of these.
+    """
+    named = {"metric is": (task.metric,), "objectives name": task.objectives, "constraints name": task.constraints}
+    for named_by, names in named.items():
+        for name in names:
+            # A run that died after its last checkpoint has resumed without the records after it.
+            if name not in metrics and (logged := retry_storage(partial(metric_by_step, run.folder, name))):
+                metrics = {**metrics, name: list(logged.values())[-1]}
+            check_metric(name, metrics, "a trial", named_by)
+    return metrics
 
 
 def drive(

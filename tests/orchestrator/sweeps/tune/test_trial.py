@@ -67,7 +67,7 @@ def test_a_trial_that_goes_on_from_another_one_is_not_as_good_as_that_one_was(
     open_run(found)
     bad = {"config.learning_rate": 5.0, "trial": "tiny", "resume": donor.last_checkpoint}
     run_trial(bad, task_of_a_sweep(tmp_path, found, pauses=True))
-    record = Run(found.run_dir).record
+    record = Run(found.run_dir).record.error
     assert (record.status, record.steps, len(told)) == ("completed", 36, 2)
     own = {report["step"]: report["validation/loss"] for report in told}
     assert min(own.values()) > 10 * donor.best_metric, "or the test shows nothing"
@@ -170,6 +170,24 @@ def test_a_trial_that_never_gives_the_metric_of_the_sweep_fails(
             EventReporter(reporter_of(task, run)).event(
                 {"event": "evaluated", "step": 1, "metrics": {"validation/loss": 1.0}, "evaluations": 1}
             )
+
+
+@pytest.mark.parametrize(("field", "wrong"), [("objectives", "latency"), ("constraints", "train/los")])
+def test_a_trial_that_ends_without_the_metric_of_an_objective_or_a_constraint_fails(
+    tmp_path: Path, told: list[dict[str, Any]], field: str, wrong: str
+) -> None:
+    found = experiment(tmp_path)
+    open_run(found)
+    base = task_of_a_sweep(tmp_path, found)
+    run_trial({"trial": found.name, "resume": "auto"}, replace(base, **{field: ("train/loss", wrong)}))
+    run = Run(found.run_dir)
+    assert run.status == "failed"
+    assert f"{field} name '{wrong}', but a trial logs " in (run.record.error or "")
+    assert "train/loss" in (run.record.error or "")
+    # Corrected, the trial has nothing more to train, and the checkpoint was saved before the last record.
+    run_trial({"trial": found.name, "resume": "auto"}, replace(base, **{field: ("train/loss",)}))
+    assert Run(found.run_dir).status == "completed"
+    assert "train/loss" in Run(found.run_dir).record.metrics
 
 
 def test_an_evaluation_that_comes_while_the_one_before_is_saved_has_its_own_checkpoint(

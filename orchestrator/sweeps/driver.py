@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
-from headway.trainer.errors import CheckpointError, ConfigError
+from headway.trainer.errors import CheckpointError, ConfigError, HeadwayError
 from headway.trainer.metrics.units import human_duration
 
 from ..config.experiment import Experiment
-from ..config.loader import to_plain, to_yaml
+from ..config.loader import override, to_plain, to_yaml
+from ..config.values import check_paths
 from ..errors import TrainingFailedError
 from ..runs.open import open_run, provenance_of
 from ..runs.requests import StopRequest, read_stop_request, request_stop
@@ -97,9 +99,9 @@ class SweepDriver:
             leave_s: how long to wait for Ray Tune when the sweep ends immediately.
 
         Raises:
-            ConfigError: no trial has started in time.
+            ConfigError: no trial has started in time, or the algorithm suggests what the experiment or the space lacks.
             StorageError: the sweep's folder has been unavailable for a minute.
-            TrainingFailedError: Ray Tune failed, or its thread could not use the storage for a minute.
+            TrainingFailedError: Ray Tune or the algorithm failed, or its thread could not use the storage for a minute.
         """
         done = sum(trial.has_ended for trial in self._trials.values())
         self._display.begin(self.experiment, self.search, capacity.summary, done=done, resuming=len(self._waiting))
@@ -119,6 +121,8 @@ class SweepDriver:
                 return self._stop.status, reason
             if self._stop is None:
                 self._poll_machines(thread, leave_s)
+        if isinstance(self._error, (ConfigError, TrainingFailedError)):
+            raise self._error
         if self._error is not None:
             raise TrainingFailedError(f"Ray Tune failed: {summarize_error(self._error)}") from self._error
         if self._stop is not None:
@@ -248,13 +252,15 @@ class SweepDriver:
             # A running trial may still improve.
             return "wait" if self._training else "finished"
         tried = [each.tried for each in trials]
-        if self._searcher is None or index < len(self.search.points):
-            values = self.search.suggest(index, [*self._warm, *tried])
-        else:
-            suggested = self._searcher.suggest(index, tried)
-            if isinstance(suggested, str):
-                return suggested
-            values = suggested
+        with self._named_suggest():
+            if self._searcher is None or index < len(self.search.points):
+                values = self.search.suggest(index, [*self._warm, *tried])
+                self._check_suggested(values)
+            else:
+                suggested = self._searcher.suggest(index, tried)
+                if isinstance(suggested, str):
+                    return suggested
+                values = suggested
         width = len(str(max(self.search.num_trials - 1, 100)))
         name = f"trial-{index:0{width}}"
         values = to_plain(values)
@@ -264,6 +270,36 @@ class SweepDriver:
         self._trials[name] = trial
         self._waiting.append(trial)
         return "queued"
+
+    @contextmanager
+    def _named_suggest(self) -> Iterator[None]:
+        """Name the class of the algorithm in an exception of its `suggest`."""
+        try:
+            yield
+        except HeadwayError:
+            raise
+        except Exception as error:
+            raise TrainingFailedError(
+                f"{type(self.search.algorithm).__qualname__}.suggest raised {summarize_error(error)}",
+                worker_traceback="".join(traceback.format_exception(error)),
+            ) from error
+
+    def _check_suggested(self, values: Params) -> None:
+        """Check that the experiment has the fields that an algorithm of the user has suggested.
+
+        Raises:
+            ConfigError: it lacks one; names the nearest.
+        """
+        for path, value in values.items() if not isinstance(self.search.algorithm, str) else ():
+            try:
+                check_paths(self.experiment, [path])
+            except ConfigError as error:
+                # A section that is None has its fields once one is set.
+                try:
+                    attrgetter(path)(override(self.experiment, {path: value}))
+                except (ConfigError, AttributeError):
+                    kind = type(self.search.algorithm).__qualname__
+                    raise ConfigError(f"{kind}.suggest returned {path!r}: {error}") from error
 
     def _record_invalid(self, trial: TrialResult, error: ConfigError) -> None:
         """Record that the values of a trial are not a valid combination."""

@@ -161,6 +161,17 @@ def is_from(value: Any, module: str) -> bool:
     return any(each.__module__ == module for each in type(value).__mro__)
 
 
+def check_created(name: str, value: Any) -> None:
+    """Check that a value is not a class.
+
+    Raises:
+        ConfigError: it is; the brackets were forgotten.
+    """
+    if isinstance(value, type):
+        kind = value.__qualname__
+        raise ConfigError(f"{name} must be an object, got the class {kind}: create it: {kind}(...)")
+
+
 def _check_rungs(scheduler: ASHA | HyperBand) -> None:
     if not scheduler.reduction > 1:
         raise ConfigError(f"reduction must be > 1, got {scheduler.reduction!r}")

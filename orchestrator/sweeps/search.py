@@ -23,7 +23,7 @@ from . import optuna_search
 from .objectives import Constraint
 from .optuna_search import TPE, PastTrial
 from .sampling import AXES, Params, axis_of, combinations, conditions, sample
-from .schedulers import PBT, Scheduler, check_positive_ints, is_from, is_tune_scheduler, tune_setting
+from .schedulers import PBT, Scheduler, check_created, check_positive_ints, is_from, is_tune_scheduler, tune_setting
 from .space import Axis, Grid, LogUniform, Uniform, When, as_axis, is_number
 from .space_checks import check_point, check_space, check_varied
 
@@ -112,6 +112,7 @@ class Search:
         object.__setattr__(self, "points", tuple(map(python_values, self.points)))
         if self.mode not in get_args(Mode):
             raise ConfigError(f"mode must be one of {', '.join(get_args(Mode))}, got {self.mode!r}")
+        self._check_created()
         self._check_algorithm()
         check_positive_ints(self, "trials", "concurrent", "keep_best_trials", "patience")
         if self.time_budget is not None:
@@ -132,7 +133,7 @@ class Search:
             raise ConfigError(f"metric must start with 'validation/' or 'train/', got {self.metric!r}")
         self._check_stop()
         if not isinstance(self.callbacks, Sequence) or not all(
-            is_from(each, "ray.tune.callback") and not isinstance(each, type) for each in self.callbacks
+            is_from(each, "ray.tune.callback") for each in self.callbacks
         ):
             raise ConfigError(f"callbacks must be a list of objects of tune.Callback, got {self.callbacks!r}")
         self._check_objectives()
@@ -337,6 +338,14 @@ class Search:
             settings["config.checkpoint.keep_last"] = keep if keep == "all" else max(keep, 4)
         return {**settings, **values}
 
+    def _check_created(self) -> None:
+        """Refuse a class in place of an object: a call of it would be taken for the decision of a function."""
+        callbacks = self.callbacks if isinstance(self.callbacks, (list, tuple)) else ()
+        for name in ("algorithm", "scheduler", "stop"):
+            check_created(name, getattr(self, name))
+        for number, each in enumerate(callbacks):
+            check_created(f"callbacks[{number}]", each)
+
     def _check_algorithm(self) -> None:
         algorithm = self.algorithm
         if self.has_searcher:
@@ -356,7 +365,7 @@ class Search:
                 f"algorithm must be a Searcher, got a {_class_of(algorithm)}: use algorithm='grid', or 'random' with "
                 "Grid(...) for some axes"
             )
-        suggests = not isinstance(algorithm, type) and callable(getattr(algorithm, "suggest", None))
+        suggests = callable(getattr(algorithm, "suggest", None))
         if not suggests and algorithm not in _ALGORITHMS:
             raise ConfigError(
                 f"algorithm must be one of {', '.join(_ALGORITHMS)}, a Searcher of Ray Tune, or an object with "

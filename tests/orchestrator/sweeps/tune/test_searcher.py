@@ -6,6 +6,7 @@ import io
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,18 @@ from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Repeater,
 from ray.tune.search.optuna import OptunaSearch
 from rich.console import Console
 
-from headway.orchestrator import Choice, Experiment, LogUniform, RandInt, RunConflictError, Search, Uniform, When
+from headway.orchestrator import (
+    ASHA,
+    Choice,
+    Experiment,
+    LogUniform,
+    RandInt,
+    RunConflictError,
+    Search,
+    TrainingFailedError,
+    Uniform,
+    When,
+)
 from headway.orchestrator.runs.open import open_sweep
 from headway.orchestrator.sweeps.console import SweepConsole
 from headway.orchestrator.sweeps.driver import SweepDriver
@@ -199,7 +211,6 @@ def test_what_a_searcher_cannot_do_is_refused(tmp_path: Path) -> None:
         ({"scheduler": ResourceChangingScheduler()}, "would change the resources of trials"),
         ({"stop": {"epochs": 3}}, "stop: a report has validation/loss, evaluations, .* but no 'epochs'"),
         ({"callbacks": tune.Callback()}, "callbacks must be a list"),
-        ({"callbacks": [tune.Callback]}, "callbacks must be a list"),
         ({"space": {"config": {"learning_rate": tune.uniform(0, 1)}}}, "dotted paths, such as config.learning_rate"),
     ],
 )  # fmt: skip
@@ -284,6 +295,55 @@ def test_an_object_with_suggest_is_an_algorithm_and_a_resumed_sweep_keeps_its_su
 
     with pytest.raises(ConfigError, match=r"Wrong.suggest must return a dict of values by path, got \[0.1\]"):
         Search(space=SPACE, algorithm=Wrong()).suggest(0)
+
+
+@pytest.mark.parametrize(
+    ("returned", "kind", "message"),
+    [
+        (
+            {"config.lerning_rate": 1},
+            ConfigError,
+            r"Mine.suggest returned 'config.lerning_rate': .*config.learning_rate\?",
+        ),
+        (KeyError("x"), TrainingFailedError, "Mine.suggest raised KeyError: 'x'"),
+        (ConfigError("no more"), ConfigError, "no more"),
+    ],
+)
+def test_a_wrong_suggestion_of_the_user_ends_the_sweep_and_names_suggest(
+    tmp_path: Path, returned: Any, kind: type[Exception], message: str
+) -> None:
+    class Mine:
+        def suggest(self, index: int, tried: Any) -> Any:
+            if isinstance(returned, Exception):
+                raise returned
+            return returned
+
+    base, search = experiment(tmp_path), Search(space=SPACE, algorithm=Mine(), trials=3)
+    sweep = open_sweep(base, search)
+    driver = SweepDriver(base, search, sweep, StopSignals(), SweepConsole("validation/loss", "min"))
+    capacity: Any = SimpleNamespace(summary="1 trial at a time", poll=lambda: None)
+    with pytest.raises(kind, match=message) as caught:
+        driver.run(capacity, lambda driver: driver.next_trial() and None, leave_s=0)
+    if isinstance(returned, KeyError):
+        assert caught.value.__cause__ is returned
+        assert "in suggest" in getattr(caught.value, "worker_traceback", "")
+    assert sweep.trials() == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "kind"),
+    [
+        ({"stop": tune.stopper.TrialPlateauStopper}, "stop", "TrialPlateauStopper"),
+        ({"scheduler": ASHAScheduler}, "scheduler", "AsyncHyperBandScheduler"),
+        ({"scheduler": ASHA}, "scheduler", "ASHA"),
+        ({"algorithm": OptunaSearch}, "algorithm", "OptunaSearch"),
+        ({"algorithm": Remembering}, "algorithm", "Remembering"),
+        ({"callbacks": [tune.Callback]}, r"callbacks\[0\]", "Callback"),
+    ],
+)  # fmt: skip
+def test_a_class_in_place_of_its_object_is_refused(settings: dict[str, Any], field: str, kind: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{field} must be an object, got the class {kind}: create it: {kind}\("):
+        Search(space=SPACE, **settings)
 
 
 def test_a_choice_of_lists_goes_through_a_searcher(tmp_path: Path) -> None:

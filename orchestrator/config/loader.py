@@ -127,6 +127,21 @@ def _field_to_plain(field: Field[Any], value: Any, path: str) -> Any:
     return REDACTED if is_secret_field(field, value) else to_plain(value, _at(path, field.name))
 
 
+def check_experiment(value: Any) -> None:
+    """Check that a value is an `Experiment`.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not isinstance(value, Experiment):
+        is_trainer = isinstance(value, type) and issubclass(value, Trainer)
+        trainer = value.__qualname__ if is_trainer else "..."
+        got = f"the class {trainer}" if is_trainer else repr(value)
+        raise ConfigError(
+            f"experiment must be an Experiment, got {got}: pass Experiment(name=..., trainer={trainer}, config=...)"
+        )
+
+
 def check_not_redacted(experiment: Experiment) -> None:
     """Check that no setting comes from a record without its secrets.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal, get_args
 
 from headway.trainer.errors import ConfigError
@@ -82,6 +83,7 @@ class Scaling:
             object.__setattr__(self, "workers", _range(self.workers))
         elif type(self.workers) is not int or self.workers < 1:
             raise ConfigError(f"workers must be an integer >= 1, got {self.workers!r}")
+        self._check_types()
         if not self.cpus_per_worker > 0:
             raise ConfigError(f"cpus_per_worker must be > 0, got {self.cpus_per_worker!r}")
         if self.gpus_per_worker is not None and self.gpus_per_worker < 0:
@@ -91,6 +93,11 @@ class Scaling:
                 raise ConfigError(f"resources_per_worker[{name!r}] is not allowed: use {name.lower()}s_per_worker")
             if amount < 0:
                 raise ConfigError(f"resources_per_worker[{name!r}] must be >= 0, got {amount!r}")
+        if self.max_workers > 1 and self.resources_per_worker.get("TPU"):
+            raise ConfigError(
+                f"resources_per_worker['TPU'] needs workers=1, got {self}: for several, which Ray Train places by "
+                "topology, use TorchTrainer(train_loop(experiment), scaling_config=ScalingConfig(use_tpu=True, ...))"
+            )
         if self.placement_strategy not in get_args(_Placement):
             raise ConfigError(
                 f"placement_strategy must be {', '.join(get_args(_Placement))}, got {self.placement_strategy!r}"
@@ -105,6 +112,25 @@ class Scaling:
                 raise ConfigError(f"evaluation_worker[{name!r}] must be > 0, got {amount!r}")
         if self.evaluation_worker == {}:
             raise ConfigError('evaluation_worker must name resources, such as {"CPU": 1}, got {}')
+
+    def _check_types(self) -> None:
+        """Check the types of what is counted or looked up by name."""
+        dicts = {
+            name: getattr(self, name) for name in ("resources_per_worker", "label_selector", "env", "runtime_env")
+        } | ({} if self.evaluation_worker is None else {"evaluation_worker": self.evaluation_worker})
+        for name, value in dicts.items():
+            if not isinstance(value, Mapping):
+                all_workers = ", which is for all workers" if name == "label_selector" else ""
+                raise ConfigError(f"{name} must be a dict{all_workers}, got {value!r}")
+        counted: dict[str, Any] = {
+            "cpus_per_worker": self.cpus_per_worker,
+            "gpus_per_worker": self.gpus_per_worker or 0,
+        }
+        for name in ("resources_per_worker", "evaluation_worker"):
+            counted |= {f"{name}[{key!r}]": amount for key, amount in dicts.get(name, {}).items()}
+        for name, amount in counted.items():
+            if not isinstance(amount, Real):
+                raise ConfigError(f"{name} must be a number, got {amount!r}")
 
     @property
     def worker_resources(self) -> dict[str, float]:

@@ -290,7 +290,9 @@ class SweepDriver:
         Raises:
             ConfigError: it lacks one; names the nearest.
         """
-        for path, value in values.items() if not isinstance(self.search.algorithm, str) else ():
+        if isinstance(self.search.algorithm, str):
+            return
+        for path, value in values.items():
             try:
                 check_paths(self.experiment, [path])
             except ConfigError as error:

@@ -9,7 +9,7 @@ from headway.trainer.errors import ConfigError
 
 from ..cluster.ray_env import quiet_environment
 from ..config.experiment import Experiment
-from ..config.loader import check_not_redacted
+from ..config.loader import check_experiment, check_not_redacted
 from ..errors import RunConflictError
 from ..runs.open import open_sweep, record_changed_settings
 from ..runs.run import SWEEP_RECORD, now
@@ -58,6 +58,7 @@ def sweep(
     from ..cluster.connect import check_resources, usable_cpus, will_start_own_ray
     from ..cluster.token_check import check_token
 
+    check_experiment(experiment)
     check_not_redacted(experiment)
     search.check(experiment)
     display = display or SweepConsole(search.metric, search.mode)

@@ -17,7 +17,7 @@ from headway.trainer.redaction import redact
 
 from ..cluster.ray_env import quiet_environment
 from ..config.experiment import Experiment
-from ..config.loader import check_not_redacted
+from ..config.loader import check_experiment, check_not_redacted
 from ..display.console import RunConsole
 from ..errors import RunConflictError, StorageError
 from ..runs.open import OpenedRun, open_run
@@ -70,6 +70,7 @@ def fit(
 
     display = display or RunConsole()
     resume_options = ResumeOptions.checked(resume, restore, accept_changes=accept_changes)
+    check_experiment(experiment)
     check_not_redacted(experiment)
     check_token()
     # The record keeps what was asked for, because the next start may find other machines.

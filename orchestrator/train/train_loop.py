@@ -21,7 +21,7 @@ from headway.trainer.loop.run_state import COMPONENTS
 from headway.trainer.trainer import Trainer
 
 from ..config.experiment import Experiment
-from ..config.loader import check_not_redacted
+from ..config.loader import check_experiment, check_not_redacted
 from ..config.scaling import Scaling
 from ..config.script_settings import unpickle_with_settings
 from ..config.values import with_values
@@ -68,6 +68,7 @@ class Start:
         Raises:
             ConfigError: the experiment comes from a record without its secrets, or cannot be pickled.
         """
+        check_experiment(experiment)
         check_not_redacted(experiment)
         return cls(
             id=uuid.uuid4().hex, experiment=pickle_experiment(experiment), resume_options=resume_options,

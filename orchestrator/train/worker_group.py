@@ -161,6 +161,7 @@ def _run_ray_train(
                 # Ray Train would end the group in the middle of an update; see elastic.py.
                 elastic_resize_monitor_interval_s=math.inf,
                 use_gpu=bool(scaling.gpus_per_worker),
+                use_tpu=bool(scaling.resources_per_worker.get("TPU")),
                 resources_per_worker=scaling.worker_resources,
             ),
             run_config=RunConfig(

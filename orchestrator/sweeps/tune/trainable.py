@@ -53,7 +53,7 @@ def trainable(experiment: Experiment, *, metric: str | None = None) -> Any:
         metric: a metric that each evaluation must have, such as "validation/loss"; None: any will do.
 
     Raises:
-        ConfigError: the trainer cannot be pickled.
+        ConfigError: an argument is invalid, or the trainer cannot be pickled.
 
     Example:
         >>> from ray import tune
@@ -65,6 +65,8 @@ def trainable(experiment: Experiment, *, metric: str | None = None) -> Any:
         ... )
         >>> # results = tuner.fit()
     """
+    if not isinstance(metric, str | None):
+        raise ConfigError(f"metric must be a name such as 'validation/loss', or None, got {metric!r}")
     start, scaling = Start.of(experiment, ResumeOptions(accept_changes=True)), experiment.scaling
 
     def train_trial(config: dict[str, Any], **parameters: Any) -> None:

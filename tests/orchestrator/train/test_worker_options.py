@@ -64,6 +64,15 @@ def test_what_rays_scaling_config_takes_reaches_it(tmp_path: Path, given: dict[s
     assert given["torch_config"].backend == "nccl"
 
 
+def test_a_worker_may_reserve_tpus(tmp_path: Path, given: dict[str, Any]) -> None:
+    """Ray Train refuses them without `use_tpu`, and several workers without a topology."""
+    run_with(Scaling(resources_per_worker={"TPU": 4}), tmp_path)
+    assert given["scaling_config"].use_tpu
+    assert given["scaling_config"].num_tpus_per_worker == 4
+    with pytest.raises(ConfigError, match="TPU'. needs workers=1, got 2 workers: .*use TorchTrainer.train_loop"):
+        Scaling(workers=2, resources_per_worker={"TPU": 4})
+
+
 def test_ray_train_itself_ends_retries_after_a_finite_number(tmp_path: Path, given: dict[str, Any]) -> None:
     """Should Ray suppress the exceptions of `RetryPolicy`, a hopeless run ends all the same."""
     run_with(Scaling(), tmp_path)
@@ -163,6 +172,15 @@ def test_gpus_are_used_by_default_where_there_are_enough(monkeypatch: pytest.Mon
         ({"runtime_env": {"pips": ["einops"]}}, "runtime_env.'pips'. is unknown to Ray, which would ignore it: use co"),
         ({"runtime_env": {"pip": ["einops"], "conda": "base"}}, "runtime_env is invalid: .* at the same time"),
         ({"gpus_per_worker": -1}, "gpus_per_worker must be >= 0, got -1"),
+        ({"cpus_per_worker": "2"}, "cpus_per_worker must be a number, got '2'"),
+        ({"gpus_per_worker": "1"}, "gpus_per_worker must be a number, got '1'"),
+        ({"resources_per_worker": {"TPU": "2"}}, r"resources_per_worker\['TPU'\] must be a number, got '2'"),
+        ({"resources_per_worker": ["TPU"]}, r"resources_per_worker must be a dict, got \['TPU'\]"),
+        ({"label_selector": [{"zone": "a"}]}, "label_selector must be a dict, which is for all workers, got"),
+        ({"env": ["A=1"]}, r"env must be a dict, got \['A=1'\]"),
+        ({"runtime_env": "env.yaml"}, "runtime_env must be a dict, got 'env.yaml'"),
+        ({"evaluation_worker": ["CPU"]}, r"evaluation_worker must be a dict, got \['CPU'\]"),
+        ({"evaluation_worker": {"CPU": "1"}}, r"evaluation_worker\['CPU'\] must be a number, got '1'"),
     ],
 )
 def test_invalid_options_are_named(settings: dict[str, Any], message: str) -> None:

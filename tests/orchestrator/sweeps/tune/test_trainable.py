@@ -18,7 +18,7 @@ from ray.tune.schedulers import ASHAScheduler
 from ray.tune.search.optuna import OptunaSearch
 from ray.tune.search.repeater import TRIAL_INDEX
 
-from headway.orchestrator import Experiment, Run, Scaling, checkpoint_path, trainable
+from headway.orchestrator import Experiment, Run, Scaling, Search, checkpoint_path, fit, sweep, train_loop, trainable
 from headway.orchestrator.runs.metric_history import metric_by_step
 from headway.orchestrator.runs.pointer import Pointer, write_pointer
 from headway.orchestrator.runs.resume import ResumeOptions
@@ -72,6 +72,24 @@ class Tune:
         folder.mkdir()
         write_pointer(pointer, str(folder))
         self.checkpoint = tune.Checkpoint.from_directory(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (TinyTrainer, "got the class TinyTrainer: pass Experiment.name=..., trainer=TinyTrainer, c"),
+        (3, "got 3: pass E"),
+    ],
+)
+@pytest.mark.parametrize("make", [trainable, train_loop, fit, lambda each: sweep(each, Search(space={"a": [1, 2]}))])
+def test_what_is_no_experiment_is_refused(make: Any, given: Any, shown: str) -> None:
+    with pytest.raises(ConfigError, match=f"experiment must be an Experiment, {shown}"):
+        make(given)
+
+
+def test_a_metric_that_is_no_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="metric must be a name such as 'validation/loss', or None, got 3"):
+        trainable(experiment(tmp_path), metric=3)  # type: ignore[arg-type]
 
 
 def test_each_evaluation_is_reported_once_with_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,8 @@ class TuneSearcher:
         warm: trials of other sweeps to learn from.
 
     Attributes:
-        note: what a restart of the driver would lose, as a line to print; None if nothing.
+        note: what the searcher cannot learn, and what a restart of the driver would lose, as lines to print; None if
+            nothing.
         exhausted: why there are no more suggestions; None while there may be.
 
     Raises:
@@ -62,7 +63,7 @@ class TuneSearcher:
         self._can_save = self._state() is not None
         if not (self._can_save and self._restore()):
             self._warm_up(warm)
-        self.note = self._describe_loss()
+        self.note = "\n".join(filter(None, (self._describe_loss(), self._describe_points()))) or None
 
     def suggest(self, index: int, tried: Sequence[PastTrial]) -> Params | Literal["wait", "finished"]:
         """Return the values of a trial, "wait" to be asked again later, or "finished" if there are no more.
@@ -147,10 +148,23 @@ class TuneSearcher:
             raise ConfigError(f"{self._kind} suggested {path}={value!r}, which is not in the space")
         return self._axes[path].decode(value)
 
+    @property
+    def _can_learn(self) -> bool:
+        """Whether the searcher accepts results that it has not suggested."""
+        return type(self._searcher).add_evaluated_point is not Searcher.add_evaluated_point
+
+    def _describe_points(self) -> str | None:
+        if self._can_learn or not self._search.points:
+            return None
+        return (
+            f"{self._kind} has no add_evaluated_point: points are trained, but it does not learn their results, as "
+            "OptunaSearch or algorithm='tpe' would"
+        )
+
     def _describe_loss(self) -> str | None:
         if self._can_save:
             return None
-        if type(self._searcher).add_evaluated_point is not Searcher.add_evaluated_point:
+        if self._can_learn:
             return f"{self._kind} cannot save its state: if the driver is killed, it will learn all results again"
         return (
             f"{self._kind} can neither save its state nor learn earlier results: if the driver is killed, no trial is "

@@ -153,6 +153,14 @@ def test_what_a_killed_driver_would_lose_is_said_before_the_sweep_starts(
     assert "Forgetful can neither save its state nor learn earlier results" in lines[2]
 
 
+def test_a_searcher_that_cannot_learn_the_results_of_points_is_named_before_the_sweep_starts(tmp_path: Path) -> None:
+    points = [{RATE: 0.01}]
+    for number, (made, learns) in enumerate(((OptunaSearch(), True), (Remembering(), True), (Forgetful(), False))):
+        note = searcher_of(Search(space=SPACE, algorithm=made, points=points), tmp_path / str(number)).note or ""
+        assert ("points are trained, but it does not learn their results" in note) is not learns
+    assert "Forgetful can neither save" in note
+
+
 def test_a_limiter_limits_and_a_searcher_may_have_enough(tmp_path: Path) -> None:
     search = Search(space=SPACE, algorithm=ConcurrencyLimiter(Remembering(), max_concurrent=2), trials=40)
     asked = searcher_of(search, tmp_path)

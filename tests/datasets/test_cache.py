@@ -102,7 +102,17 @@ def disk_bytes(folder: Path) -> int:
     return total
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [
+        *((kind, "threads") for kind in FORMATS),
+        *(
+            pytest.param(kind, "ray", marks=[pytest.mark.ray, *([pytest.mark.extended] if kind != "parquet" else [])])
+            for kind in FORMATS
+        ),
+    ],
+    indirect=["engine"],
+)
 def test_after_the_first_epoch_the_remote_files_are_not_needed(
     kind: str, places: dict[str, Path], engine: str, tmp_path: Path
 ) -> None:
@@ -118,7 +128,10 @@ def test_after_the_first_epoch_the_remote_files_are_not_needed(
     stream.close()
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(
+    "kind",
+    [each if each in ("parquet", "images") else pytest.param(each, marks=pytest.mark.extended) for each in FORMATS],
+)
 def test_rows_of_a_bucket_are_requested_once(
     kind: str, places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

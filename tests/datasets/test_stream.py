@@ -434,6 +434,7 @@ def _broken(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     raise ZeroDivisionError("in the user's code")
 
 
+@RAY_IF_EXTENDED
 def test_text_ragged_lists_and_objects_stay_lists(tmp_path: Path, engine: str) -> None:
     """In row groups of one row, with different types; forwarded by a transform that works in place."""
     ragged = [list(range(i % 3)) for i in range(40)]

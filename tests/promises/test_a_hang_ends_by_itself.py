@@ -114,7 +114,8 @@ def test_a_stopped_worker_is_named_and_replaced_and_nothing_else_is_suspected(
     assert not is_there(stopped[0]["pid"])
 
 
-@pytest.mark.parametrize("is_disk", [True, pytest.param(False, marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("is_disk", [True, False])
 def test_a_rank_whose_data_never_comes_is_named_with_its_phase(
     ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_disk: bool
 ) -> None:

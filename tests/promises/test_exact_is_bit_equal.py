@@ -248,18 +248,18 @@ def test_without_it_the_bits_differ(results: Results) -> None:
     assert len(_differences(results(2)[0]["usual mode"], results(1)[0]["usual mode"])) > 10
 
 
-def test_a_run_goes_on_on_fewer_ranks(results: Results, rows: Path) -> None:
+def test_a_run_resumes_on_fewer_ranks(results: Results, rows: Path) -> None:
     results(3)  # starts the run
-    _assert_gone_on(_fit(ALONE, Uneven, _config(), str(rows / "begun 3")), results)
+    _assert_resumed(_fit(ALONE, Uneven, _config(), str(rows / "begun 3")), results)
 
 
 @pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=pytest.mark.extended)])
-def test_a_run_goes_on_on_more_ranks(results: Results, world_size: int) -> None:
+def test_a_run_resumes_on_more_ranks(results: Results, world_size: int) -> None:
     for rank in results(world_size):
-        _assert_gone_on(rank["gone on"], results)
+        _assert_resumed(rank["gone on"], results)
 
 
-def _assert_gone_on(result: dict[str, Any], results: Results) -> None:
+def _assert_resumed(result: dict[str, Any], results: Results) -> None:
     reference = results(1)[0]["loader"]
     assert _differences(result, reference) == []
     assert 8 <= len(result["drawn"]) <= 10

@@ -177,8 +177,8 @@ def _fit(data: Any, config: TinyConfig, **options: Any) -> tuple[list[Any], dict
     return trainer.seen, weights(trainer), result
 
 
-# `make test` has one or two of each library.
-EXTENDED = ("grain, endless iterator", "grain, loader", "torchdata, workers")
+# `make test` has one of each library.
+EXTENDED = ("dataset", "batch sampler", "grain, endless iterator", "grain, loader", "torchdata, workers")
 
 
 @pytest.mark.parametrize(

@@ -322,6 +322,7 @@ def _dtypes_on_ranks(world: World) -> list[Any]:
     return found
 
 
+@pytest.mark.extended
 def test_inputs_and_buffers_keep_their_dtype_under_every_strategy() -> None:
     for found in run_on_ranks(_dtypes_on_ranks, 2):
         assert found == [

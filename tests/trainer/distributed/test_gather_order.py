@@ -109,6 +109,7 @@ def _explore(world: World, first: int) -> None:
             run.step()
 
 
+@pytest.mark.extended
 def test_ranks_that_call_a_model_unequally_often_outside_of_updates_wait_and_are_told_why() -> None:
     with pytest.raises(AssertionError) as raised:
         run_on_ranks(_explore, 2, 0)

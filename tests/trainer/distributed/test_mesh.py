@@ -311,6 +311,7 @@ def _metrics(world: World, run_dir: str) -> tuple[dict[str, float], str | None]:
     return {name: value for name, value in result.metrics.items() if "/" in name}, result.best_checkpoint
 
 
+@pytest.mark.extended
 def test_a_number_that_one_rank_logs_is_known_to_all(tmp_path: Path) -> None:
     """Or ranks would decide differently about what to save, and wait for each other."""
     first, second = run_on_ranks(_metrics, 2, str(tmp_path))

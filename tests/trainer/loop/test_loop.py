@@ -451,7 +451,7 @@ class CutsAnEvaluation(Callback):
         self.ended.append(trainer.current_epoch)
 
 
-@pytest.mark.parametrize("epoch", [2, 3])
+@pytest.mark.parametrize("epoch", [2, pytest.param(3, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("how", ["stop", "save", "saves itself"])
 def test_an_epoch_whose_evaluation_was_cut_short_is_evaluated_and_ended_by_the_resume(
     tmp_path: Path, how: str, epoch: int
@@ -741,7 +741,7 @@ class AsTheyCome(IterableDataset[Any]):
         return (self.rows[row] for row in range(len(self.rows)))
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [pytest.param(False, marks=pytest.mark.extended), True])
 @pytest.mark.parametrize("ending", ["success", "stop", "step", "row", "iterable", "iterable row", "validation"])
 def test_worker_processes_end_with_the_run(ending: str, persistent: bool) -> None:
     class WithWorkers(TinyTrainer):

@@ -75,7 +75,7 @@ def _on_ranks(world: World, source: str) -> list[dict[str, torch.Tensor]]:
     return [weights(_setup(world, source, **each)) for each in options]
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [pytest.param(False, marks=pytest.mark.extended), True])
 def test_every_rank_reads_its_part(tmp_path: Path, sharded: bool) -> None:
     values = _files(tmp_path / "files", sharded=sharded)
     for found in run_on_ranks(_on_ranks, 3, str(tmp_path / "files")):

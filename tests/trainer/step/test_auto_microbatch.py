@@ -318,6 +318,7 @@ def prepares_much(world: World) -> tuple[int, dict[str, torch.Tensor]]:
     return len(told.reasons), weights(trainer)
 
 
+@pytest.mark.extended
 def test_memory_that_runs_out_while_a_batch_is_prepared_is_handled_too() -> None:
     assert prepares_much(ALONE)[0] == 2  # 8 -> 4 -> 2
     (first, of_first), (second, of_second) = run_on_ranks(prepares_much, 2)

@@ -154,6 +154,7 @@ def _explode_on_ranks(world: World, folder: str) -> list[dict[str, Any]]:
     return [_explode(world, f"{folder}/{strategy}", strategy) for strategy in ("ddp", "fsdp")]
 
 
+@pytest.mark.extended
 def test_a_loss_that_is_not_finite_on_one_rank_ends_all_and_names_it(tmp_path: Path) -> None:
     """Also under DDP, whose gradients are reduced before the check: the losses show the rank that caused it."""
     for rank in run_on_ranks(_explode_on_ranks, 2, str(tmp_path)):

@@ -198,6 +198,7 @@ def test_a_scale_that_overflows_is_halved_and_nothing_else_moves() -> None:
         torch.testing.assert_close(result["weights"][name], value, atol=2e-3, rtol=1e-2)
 
 
+@pytest.mark.extended
 def test_all_ranks_keep_the_same_loss_scale_for_whole_and_sharded_gradients() -> None:
     ranks = run_on_ranks(_overflow, 2)
     for result in (each for rank in ranks for each in rank):

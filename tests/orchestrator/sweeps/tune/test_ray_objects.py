@@ -79,6 +79,7 @@ def test_a_sweep_takes_a_searcher_a_scheduler_a_callback_and_a_stop_and_goes_on_
     assert len({trial.values[RATE] for trial in more.trials}) == 6
 
 
+@pytest.mark.extended
 def test_synchronous_hyperband_ends_the_trials_that_it_has_paused(tmp_path: Path) -> None:
     search = Search(
         space={RATE: [1e-2, 1e-5, 1e-6, 1e-7]},

@@ -12,9 +12,8 @@ from headway.trainer.checkpoints.retention import Mode
 from headway.trainer.errors import ConfigError
 
 from ..config.loader import to_plain
-from .objectives import objective_values
-from .optuna_search import intermediate_values, required
-from .space import Axis, Choice, Grid, LogUniform, RandInt, Uniform, When
+from .optuna_search import new_study, outcome, required
+from .space import Axis, Choice, Grid, RandInt, When
 
 if TYPE_CHECKING:
     from .record import TrialResult
@@ -43,9 +42,8 @@ def to_study(
     optuna = required()
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    directions = ["minimize" if mode == "min" else "maximize" for mode in objectives.values()]
     try:
-        study = optuna.create_study(storage=storage, study_name=name, directions=directions)
+        study = new_study(optuna, objectives, storage=storage, study_name=name)
     except optuna.exceptions.DuplicatedStudyError as error:
         raise ConfigError(f"{storage} already has a study {name!r}: pass another study_name") from error
     finally:
@@ -56,7 +54,15 @@ def to_study(
     found = {path: axis for path, plain in space.items() if isinstance(axis := _axis(plain), Axis)}
     ended = [trial for trial in trials if trial.has_ended]
     distributions = _distributions(optuna, found, ended)
-    study.add_trials([_frozen(optuna, trial, distributions, objectives) for trial in ended])
+    for trial in ended:
+        params = {path: _category(trial.values[path]) for path in distributions if path in trial.values}
+        frozen = optuna.trial.create_trial(
+            params=params,
+            distributions={path: distributions[path] for path in params},
+            user_attrs={"trial": trial.name, "run_dir": trial.run_dir, "steps": trial.steps},
+            **outcome(optuna, trial.tried, objectives),
+        )
+        study.add_trial(frozen)
     return study
 
 
@@ -95,41 +101,14 @@ def _distributions(optuna: Any, space: Mapping[str, Axis], trials: list[TrialRes
     found, kinds = {}, optuna.distributions
     for path, axis in space.items():
         values = [trial.values[path] for trial in trials if path in trial.values]
-        match axis:
-            case Choice(values=choices) | Grid(values=choices):
-                names = dict.fromkeys(_category(each) for each in (*map(to_plain, choices), *values))
-                found[path] = kinds.CategoricalDistribution(list(names))
-            case RandInt(low=low, high=high, log=log):
-                found[path] = kinds.IntDistribution(min([low, *values]), max([high, *values]), log=log)
-            case Uniform(low=low, high=high) | LogUniform(low=low, high=high):
-                is_log = isinstance(axis, LogUniform)
-                found[path] = kinds.FloatDistribution(min([low, *values]), max([high, *values]), log=is_log)
-            case _ if values:
-                # A normal distribution has no limits.
-                found[path] = kinds.FloatDistribution(min(values), max(values))
+        if isinstance(axis, (Choice, Grid)):
+            names = dict.fromkeys(_category(each) for each in (*map(to_plain, axis.values), *values))
+            found[path] = kinds.CategoricalDistribution(list(names))
+        else:
+            limits = [*axis.samples(), *values]
+            kind = kinds.IntDistribution if isinstance(axis, RandInt) else kinds.FloatDistribution
+            found[path] = kind(min(limits), max(limits), log=axis.is_log)
     return found
-
-
-def _frozen(optuna: Any, trial: TrialResult, distributions: Mapping[str, Any], objectives: Mapping[str, Mode]) -> Any:
-    states = optuna.trial.TrialState
-    tried = trial.tried
-    outcome: dict[str, Any] = {"state": states.FAIL}
-    values = objective_values(tried.metrics, objectives) if len(objectives) > 1 else [tried.metric]
-    if values is not None and tried.metric is not None and tried.state == "ended":
-        outcome = {"state": states.COMPLETE, "values": values}
-    elif tried.metric is not None and tried.state == "pruned":
-        outcome = {
-            "state": states.PRUNED,
-            "value": tried.metric,
-            "intermediate_values": intermediate_values(tried),
-        }
-    params = {path: _category(trial.values[path]) for path in distributions if path in trial.values}
-    return optuna.trial.create_trial(
-        params=params,
-        distributions={path: distributions[path] for path in params},
-        user_attrs={"trial": trial.name, "run_dir": trial.run_dir, "steps": trial.steps},
-        **outcome,
-    )
 
 
 def _category(value: Any) -> Any:

@@ -7,14 +7,15 @@ import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from headway.trainer.checkpoints.retention import Mode
 from headway.trainer.errors import ConfigError
 
 from .objectives import Constraint, objective_values
-from .sampling import axis_of
-from .space import Axis, Choice, LogUniform, RandInt, Uniform, When
+from .sampling import axis_of, sample
+from .space import Axis, Choice, RandInt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +66,10 @@ class TPE:
         self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
         self._space, self._objectives, self._seed = space, objectives, seed
         self._constraints = [Constraint.parse(each) for each in constraints]
-        self._known: list[PastTrial] = []
-        # Trials of the study by their place in `_known`.
-        self._numbers: list[int] = []
+        self._axes = {path: axis for path, found in space.items() if isinstance(axis := axis_of(found), Axis)}
+        self._limits = {path: _distribution(self._optuna, axis) for path, axis in self._axes.items()}
+        # The trials in the study, by their number there.
+        self._known: dict[int, PastTrial] = {}
         self._study: Any = None
 
     def suggest(self, index: int, tried: Sequence[PastTrial], fixed: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -86,82 +88,66 @@ class TPE:
             self._study.sampler = self._optuna.samplers.TPESampler(
                 seed=zlib.crc32(f"{self._seed} {index}".encode()), multivariate=True, group=True, constant_liar=True
             )
-            if fixed:
-                self._study.enqueue_trial(
-                    {path: axis.encode(fixed[path]) for path, axis in _axes(self._space, fixed).items()}
-                )
             trial = self._study.ask()
-            values: dict[str, Any] = {}
-            for path, found in self._space.items():
-                if not isinstance(found, When) or found.holds(values):
-                    axis = axis_of(found)
-                    values[path] = _suggest_one(self._optuna, trial, path, axis) if isinstance(axis, Axis) else axis
+            values = sample(self._space, partial(self._suggest_one, trial), fixed or {})
         # The journal may round the values, so the trial enters the study from there.
         self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
         return values
 
+    def _suggest_one(self, trial: Any, path: str, axis: Any) -> Any:
+        limits = self._limits[path]
+        if isinstance(axis, Choice):
+            return axis.decode(trial.suggest_categorical(path, limits.choices))
+        suggest = trial.suggest_int if isinstance(axis, RandInt) else trial.suggest_float
+        return axis.decode(suggest(path, limits.low, limits.high, step=limits.step, log=limits.log))
+
     def _update(self, tried: Sequence[PastTrial]) -> None:
         """Bring the study to the state of the trials. A new one would take 0.3 s after a thousand trials."""
         if self._study is None or not self._continues(tried):
-            directions = ["minimize" if mode == "min" else "maximize" for mode in self._objectives.values()]
-            self._study = self._optuna.create_study(directions=directions)
-            self._known, self._numbers = [], []
-        for before, now, number in zip(self._known, tried, self._numbers, strict=False):
+            self._study, self._known = new_study(self._optuna, self._objectives), {}
+        for (number, before), now in zip(self._known.items(), tried, strict=False):
             if now.state != before.state:
                 self._tell(number, now)
+            self._known[number] = now
         for each in tried[len(self._known) :]:
-            self._numbers.append(len(self._study.get_trials(deepcopy=False)))
-            self._study.add_trial(self._past_trial(each))
-        self._known = list(tried)
+            self._known[len(self._study.get_trials(deepcopy=False))] = each
+            params = {path: axis.encode(each.values[path]) for path, axis in self._axes.items() if path in each.values}
+            limits = {path: self._limits[path] for path in params}
+            trial = self._optuna.trial.create_trial(params=params, distributions=limits, **self._outcome(each))
+            self._study.add_trial(trial)
 
     def _continues(self, tried: Sequence[PastTrial]) -> bool:
         """Return whether the trials may be those of the study at a later time."""
         return len(self._known) <= len(tried) and all(
             before == now or (before.state == "training" and before.values == now.values)
-            for before, now in zip(self._known, tried, strict=False)
+            for before, now in zip(self._known.values(), tried, strict=False)
         )
 
     def _tell(self, number: int, now: PastTrial) -> None:
         """Record the end of a trial in the study."""
+        found = self._outcome(now)
         # In a study in memory, ids are numbers.
         trial = self._optuna.trial.Trial(self._study, number)
-        state, values, intermediate = self._outcome(now)
-        for step, value in intermediate.items():
+        for step, value in found.get("intermediate_values", {}).items():
             trial.report(value, step)
-        for key, value in self._violations(now).items():
+        for key, value in found.get("constraints", {}).items():
             trial.set_constraint(key, value)
-        self._study.tell(number, values, state=state)
+        # A pruned trial gets its value from the intermediate ones.
+        self._study.tell(number, found.get("values"), state=found["state"])
 
-    def _outcome(self, tried: PastTrial) -> tuple[Any, list[float] | None, dict[int, float]]:
-        """Return the state of a trial in the study, its values, and the intermediate values that rank a pruned one."""
+    def _outcome(self, tried: PastTrial) -> dict[str, Any]:
+        """Return `outcome` as TPE is to see it."""
         states = self._optuna.trial.TrialState
-        if tried.state == "training":
-            return states.RUNNING, None, {}
-        if len(self._objectives) > 1:
-            values = objective_values(tried.metrics, self._objectives) if tried.state == "ended" else None
-            return (states.FAIL, None, {}) if values is None else (states.COMPLETE, values, {})
-        if tried.state == "ended" and tried.metric is not None:
-            return states.COMPLETE, [tried.metric], {}
-        return states.PRUNED, None, intermediate_values(tried)
-
-    def _violations(self, tried: PastTrial) -> dict[str, float]:
-        if tried.state == "training":
-            return {}
-        return {f"{each.metric} {each.limit:g}": each.violation(tried.metrics) for each in self._constraints}
-
-    def _past_trial(self, tried: PastTrial) -> Any:
-        axes = _axes(self._space, tried.values)
-        state, values, intermediate = self._outcome(tried)
-        violations = self._violations(tried)
-        return self._optuna.trial.create_trial(
-            params={path: axis.encode(tried.values[path]) for path, axis in axes.items()},
-            distributions={path: _distribution(self._optuna, axis) for path, axis in axes.items()},
-            state=state,
-            values=values,
-            intermediate_values=intermediate,
+        found = outcome(self._optuna, tried, self._objectives)
+        if found["state"] == states.FAIL and len(self._objectives) == 1:
+            # TPE ignores failed trials; among pruned ones, NaN ranks below all.
+            found = {"state": states.PRUNED, "intermediate_values": {0: math.nan}}
+        if self._constraints and tried.state != "training":
             # An argument of Optuna 5.
-            **({"constraints": violations} if violations else {}),
-        )
+            found["constraints"] = {
+                f"{each.metric} {each.limit:g}": each.violation(tried.metrics) for each in self._constraints
+            }
+        return found
 
 
 def required() -> Any:
@@ -180,39 +166,35 @@ def required() -> Any:
     return optuna
 
 
-def _axes(space: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Axis]:
-    """Return the axes of the space that a trial with these values has."""
-    axes = {path: axis_of(axis) for path, axis in space.items() if path in values}
-    return {path: axis for path, axis in axes.items() if isinstance(axis, Axis)}
+def new_study(optuna: Any, objectives: Mapping[str, Mode], **settings: Any) -> Any:
+    """Return a new study of some objectives."""
+    directions = ["minimize" if mode == "min" else "maximize" for mode in objectives.values()]
+    return optuna.create_study(directions=directions, **settings)
 
 
-def intermediate_values(tried: PastTrial) -> dict[int, float]:
-    """Return the values that rank a pruned trial; NaN ranks below all."""
-    pruned = tried.state == "pruned" and tried.metric is not None
-    return {tried.steps: tried.metric or 0.0} if pruned else {0: math.nan}
+def outcome(optuna: Any, tried: PastTrial, objectives: Mapping[str, Mode]) -> dict[str, Any]:
+    """Return the state and the values of a trial as arguments of `create_trial`."""
+    states = optuna.trial.TrialState
+    if tried.state == "training":
+        return {"state": states.RUNNING}
+    is_single = len(objectives) == 1
+    best = None if tried.metric is None else [tried.metric]
+    values = best if is_single else objective_values(tried.metrics, objectives)
+    if tried.state == "ended" and values is not None:
+        return {"state": states.COMPLETE, "values": values}
+    if tried.state == "pruned" and tried.metric is not None and is_single:
+        ranking = {tried.steps: tried.metric}
+        return {"state": states.PRUNED, "value": tried.metric, "intermediate_values": ranking}
+    return {"state": states.FAIL}
 
 
-def _distribution(optuna: Any, axis: Axis) -> Any:
+def _distribution(optuna: Any, axis: Any) -> Any:
     found = optuna.distributions
-    match axis:
-        case Uniform(low=low, step=step):
-            return found.FloatDistribution(low, axis.snap(axis.high), step=step)
-        case LogUniform(low=low, high=high):
-            # Rounded afterwards: Optuna has no step on a logarithmic scale.
-            return found.FloatDistribution(low, high, log=True)
-        case RandInt(low=low, high=high, log=True):
-            return found.IntDistribution(low, high, log=True)
-        case RandInt(low=low, step=step):
-            return found.IntDistribution(low, axis.snap(axis.high), step=step)
-        case Choice(values=values):
-            # Optuna rejects lists as categories, so it chooses an index.
-            return found.CategoricalDistribution(range(len(values)))
-    raise ConfigError(f"algorithm='tpe' cannot search {type(axis).__name__}")
-
-
-def _suggest_one(optuna: Any, trial: Any, path: str, axis: Axis) -> Any:
-    limits = _distribution(optuna, axis)
     if isinstance(axis, Choice):
-        return axis.decode(trial.suggest_categorical(path, limits.choices))
-    suggest = trial.suggest_int if isinstance(axis, RandInt) else trial.suggest_float
-    return axis.decode(suggest(path, limits.low, limits.high, step=limits.step, log=limits.log))
+        # Optuna rejects lists as categories, so it chooses an index.
+        return found.CategoricalDistribution(range(len(axis.values)))
+    kind = found.IntDistribution if isinstance(axis, RandInt) else found.FloatDistribution
+    if axis.is_log:
+        # Rounded afterwards: Optuna has no step on a logarithmic scale.
+        return kind(axis.low, axis.high, log=True)
+    return kind(axis.low, axis.snap(axis.high), step=axis.step)

@@ -1,17 +1,14 @@
-"""Random values and combinations of a search space, and whether it contains those of another sweep."""
+"""Values and combinations of a search space, and whether it contains those of another sweep."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from .space import Axis, Choice, Grid, When, contains
 
 Params: TypeAlias = dict[str, Any]
 """Hyperparameters of a trial, by dotted path."""
-
-AXES = get_args(Axis)
 
 
 def axis_of(value: Any) -> Any:
@@ -19,17 +16,13 @@ def axis_of(value: Any) -> Any:
     return value.then if isinstance(value, When) else value
 
 
-def sample(
-    space: Mapping[str, Any], seed: int, index: int, *, point: Mapping[str, Any], cell: Mapping[str, Any]
-) -> Params:
-    """Return random values for a trial.
+def sample(space: Mapping[str, Any], draw: Callable[[str, Any], Any], point: Mapping[str, Any]) -> Params:
+    """Return the values of a trial.
 
     Args:
         space: values and axes, by path.
-        seed: of the search.
-        index: index of the trial.
+        draw: returns a value for a path and its axis; called in the order of the space, for axes that apply.
         point: values to keep.
-        cell: values of the axes that are `Grid`.
     """
     values: Params = {}
     for path, found in space.items():
@@ -38,12 +31,8 @@ def sample(
         axis = axis_of(found)
         if path in point:
             values[path] = point[path]
-        elif isinstance(axis, Grid):
-            values[path] = cell[path]
         else:
-            # One generator per field, so that adding a field does not change the values of the others.
-            generator = random.Random(f"{seed} {index} {path}")
-            values[path] = axis.draw(generator) if isinstance(axis, AXES) else axis
+            values[path] = draw(path, axis) if isinstance(axis, Axis) else axis
     return values
 
 
@@ -66,7 +55,7 @@ def combinations(space: Mapping[str, Any]) -> list[Params]:
 def fits(space: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
     """Return whether a space has these values of a trial of another sweep; fields outside of it do not matter."""
     for path, found in space.items():
-        applies = found.holds(values) if isinstance(found, When) else isinstance(found, AXES) or path in values
+        applies = found.holds(values) if isinstance(found, When) else isinstance(found, Axis) or path in values
         if applies != (path in values) or (applies and not contains(axis_of(found), values[path])):
             return False
     return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
@@ -22,7 +23,7 @@ from ..config.values import python_values
 from . import optuna_search
 from .objectives import Constraint
 from .optuna_search import TPE, PastTrial
-from .sampling import AXES, Params, axis_of, combinations, conditions, sample
+from .sampling import Params, axis_of, combinations, conditions, sample
 from .schedulers import PBT, Scheduler, check_created, check_positive_ints, is_from, is_tune_scheduler, tune_setting
 from .space import Axis, Grid, LogUniform, Uniform, When, as_axis, is_number
 from .space_checks import check_point, check_space, check_varied
@@ -139,7 +140,7 @@ class Search:
         self._check_objectives()
         self._check_scheduler()
         check_space(self.space, self.algorithm)
-        if not any(isinstance(axis, (*AXES, When)) for axis in self.space.values()) and self.num_trials > 1:
+        if not any(isinstance(axis, Axis | When) for axis in self.space.values()) and self.num_trials > 1:
             raise ConfigError(
                 f"nothing in the space varies, so all {self.num_trials} trials would be equal: add an axis such as "
                 "LogUniform or Choice, or set trials=1"
@@ -152,12 +153,11 @@ class Search:
     @property
     def num_trials(self) -> int:
         """Number of trials."""
+        every = len(self.points) + len(self._grid)
         if self.algorithm == "grid":
-            most = len(self.points) + len(self._grid)
-            return min(most, self.trials or most)
-        if self.trials is None and any(isinstance(axis, Grid) for axis in self.space.values()):
-            return len(self.points) + len(self._grid)
-        return self.trials or 10
+            return min(every, self.trials or every)
+        has_grid = any(isinstance(axis, Grid) for axis in self.space.values())
+        return self.trials or (every if has_grid else 10)
 
     @property
     def all_objectives(self) -> dict[str, Mode]:
@@ -221,12 +221,18 @@ class Search:
     @property
     def fixed(self) -> Params:
         """The values that all trials have."""
-        return {path: value for path, value in self.space.items() if not isinstance(value, (*AXES, When))}
+        return {path: value for path, value in self.space.items() if not isinstance(value, Axis | When)}
 
     def sample(self, index: int, point: Mapping[str, Any] | None = None) -> Params:
         """Return random values for a trial; those of the point are kept."""
-        cell = self._grid[index % len(self._grid)]
-        return sample(self.space, self.seed, index, point=point or {}, cell=cell)
+
+        def draw(path: str, axis: Any) -> Any:
+            if isinstance(axis, Grid):
+                return self._grid[index % len(self._grid)][path]
+            # One generator per field, so that adding a field does not change the values of the others.
+            return axis.draw(random.Random(f"{self.seed} {index} {path}"))
+
+        return sample(self.space, draw, point or {})
 
     def grid(self) -> list[Params]:
         """Return all combinations of choices, or of the axes that are `Grid`; the last field changes fastest."""
@@ -270,7 +276,7 @@ class Search:
                     f"{path} cannot be searched: it is set by the sweep; use paths below config, retries or scaling"
                 )
             found = axis_of(axis)
-            for value in found.samples() if isinstance(found, AXES) else (found,):
+            for value in found.samples() if isinstance(found, Axis) else (found,):
                 self._check_value(experiment, path, value)
         for number, point in enumerate(self.points):
             try:
@@ -296,7 +302,7 @@ class Search:
     def largest_scaling(self, experiment: Experiment) -> Scaling:
         """Return the resources of the largest trial: the space may have paths below `scaling`."""
         found = {path: axis_of(axis) for path, axis in self.space.items() if path.split(".")[0] == "scaling"}
-        choices = [axis.samples() if isinstance(axis, AXES) else (axis,) for axis in found.values()]
+        choices = [axis.samples() if isinstance(axis, Axis) else (axis,) for axis in found.values()]
         scalings: list[Scaling] = []
         for values in itertools.product(*choices):
             with suppress(ConfigError):

@@ -20,9 +20,14 @@ from ..config.values import python_values
 class _Number:
     """A number."""
 
+    @property
+    def is_log(self) -> bool:
+        """Whether it is drawn on a logarithmic scale."""
+        return isinstance(self, LogUniform) or getattr(self, "log", False)
+
     def encode(self, value: Any) -> Any:
-        """Return a value as searchers get it: unchanged."""
-        return value
+        """Return a value as searchers get it: within the limits, which they check without a tolerance."""
+        return self.snap(value)
 
     def decode(self, value: Any) -> Any:
         """Return the valid value for one that a searcher suggests: not all searchers know steps."""
@@ -50,11 +55,16 @@ class _Range(_Number):
             raise ConfigError(f"{name}: low and high are both {self.low!r}: use the value {self.low!r} itself")
         if self.low > self.high:
             raise ConfigError(f"{name}: low must be less than high, got {self.low!r} and {self.high!r}")
-        if (isinstance(self, LogUniform) or getattr(self, "log", False)) and not self.low > 0:
+        if self.is_log and not self.low > 0:
             raise ConfigError(f"{name}: low must be > 0 on a logarithmic scale, got {self.low!r}")
         _check_step(self, self.step)
         if self.step is not None and self.step > self.high - self.low:
             raise ConfigError(f"{name}: step must be <= high - low ({self.high - self.low}), got {self.step!r}")
+
+    def samples(self) -> tuple[Any, ...]:
+        """Return typical values, for validation."""
+        middle = math.sqrt(self.low * self.high) if self.is_log else self.low + 0.382 * (self.high - self.low)
+        return (self.low, self.snap(middle), self.snap(self.high))
 
     def snap(self, value: float) -> Any:
         """Return the nearest valid value."""
@@ -131,10 +141,6 @@ class Uniform(_Range):
             return generator.uniform(self.low, self.high)
         return float(self._at(generator.randint(0, self._num_steps)))
 
-    def samples(self) -> tuple[float, ...]:
-        """Return typical values, for validation."""
-        return (self.low, self.snap(self.low + 0.382 * (self.high - self.low)), self.snap(self.high))
-
 
 @dataclass(frozen=True)
 class LogUniform(_Range):
@@ -152,10 +158,6 @@ class LogUniform(_Range):
     def draw(self, generator: random.Random) -> float:
         """Return a random value."""
         return float(self.snap(math.exp(generator.uniform(math.log(self.low), math.log(self.high)))))
-
-    def samples(self) -> tuple[float, ...]:
-        """Return typical values, for validation."""
-        return (self.low, self.snap(math.sqrt(self.low * self.high)), self.snap(self.high))
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from typing import Any
 
 from headway.trainer.errors import ConfigError
 
-from .sampling import AXES, axis_of
+from .sampling import axis_of
 from .schedulers import PBT
-from .space import Choice, Grid, LogUniform, Normal, RandInt, Uniform, When, as_axis, contains
+from .space import Axis, Choice, Grid, LogUniform, Normal, RandInt, Uniform, When, as_axis, contains
 
 _RANGES = (Uniform, LogUniform, RandInt, Normal)
 
@@ -29,7 +29,7 @@ def check_space(space: Mapping[str, Any], algorithm: Any) -> None:
         if isinstance(axis, When):
             if axis.path not in before:
                 raise ConfigError(f"{path} depends on {axis.path}, which must come before it in the space")
-            if not isinstance(axis.then, AXES):
+            if not isinstance(axis.then, Axis):
                 raise ConfigError(f"{path}: When needs an axis such as Choice, got {axis.then!r}")
             if isinstance(axis.then, Grid):
                 raise ConfigError(f"{path}: Grid cannot be conditional: use Choice({list(axis.then.values)!r})")
@@ -42,7 +42,7 @@ def _varies(value: Any) -> bool:
     """Return whether a value is, or contains, something to search."""
     if isinstance(value, Mapping) and "grid_search" not in value:
         return any(map(_varies, value.values()))
-    return isinstance(as_axis(value), (*AXES, When))
+    return isinstance(as_axis(value), Axis | When)
 
 
 def _check_axis(path: str, axis: Any, algorithm: Any) -> None:
@@ -75,7 +75,7 @@ def check_varied(space: Mapping[str, Any], pbt: PBT, varied: Mapping[str, Any]) 
     Raises:
         ConfigError: it cannot vary that.
     """
-    axes = {path: axis for path, axis in space.items() if isinstance(axis, (*AXES, When))}
+    axes = {path: axis for path, axis in space.items() if isinstance(axis, Axis | When)}
     if unknown := [path for path in pbt.vary if path not in axes]:
         raise ConfigError(f"PBT(vary=...) names {', '.join(unknown)}, for which the space has no axis")
     conditional = [axis for axis in axes.values() if isinstance(axis, When)]

@@ -22,7 +22,7 @@ from ..optuna_search import PastTrial
 from ..record import SEARCHER_STATE
 from ..sampling import Params
 from ..search import Search
-from ..space import Axis, Choice, LogUniform, Normal, RandInt, Uniform
+from ..space import Axis, Choice, Normal, RandInt
 
 # Refusals in a row while no trial trains, after which there is nothing to wait for. Some searchers refuse duplicates or
 # wait for the result of a trial that has failed.
@@ -211,17 +211,13 @@ def _without_limiter(searcher: Searcher) -> tuple[Searcher, int]:
     return inner, min(limit, searcher.max_concurrent)
 
 
-def _to_tune(axis: Axis) -> Any:
+def _to_tune(axis: Any) -> Any:
     """Return the domain of an axis, without its step."""
-    match axis:
-        case Uniform(low=low, high=high):
-            return tune.uniform(low, high)
-        case LogUniform(low=low, high=high):
-            return tune.loguniform(low, high)
-        case RandInt(low=low, high=high, log=log):
-            return (tune.lograndint if log else tune.randint)(low, high + 1)
-        case Normal(mean=mean, std=std):
-            return tune.randn(mean, std)
-        case Choice(values=values):
-            return tune.choice(list(range(len(values))))
-    raise ConfigError(f"a Searcher cannot search {type(axis).__name__}")
+    if isinstance(axis, Choice):
+        return tune.choice(list(range(len(axis.values))))
+    if isinstance(axis, Normal):
+        return tune.randn(axis.mean, axis.std)
+    if isinstance(axis, RandInt):
+        # Ray Tune's upper limit is exclusive.
+        return (tune.lograndint if axis.is_log else tune.randint)(axis.low, axis.high + 1)
+    return (tune.loguniform if axis.is_log else tune.uniform)(axis.low, axis.high)

@@ -103,6 +103,19 @@ def test_the_same_past_gives_the_same_suggestion_in_any_process() -> None:
     assert search(seed=4).suggest(25, past) != wanted[0]
 
 
+def test_a_trial_that_a_scheduler_pruned_in_another_sweep_does_not_count_for_several_objectives() -> None:
+    wanted = search(objectives={"validation/size": "min"})
+    values = wanted.suggest(0)
+    pruned = PastTrial(values=values, state="pruned", metric=0.5, steps=3, metrics={"validation/loss": 0.5})
+    assert wanted.suggest(1, [pruned]) == wanted.suggest(1, [PastTrial(values=values, state="failed")])
+
+
+def test_a_point_at_a_limit_may_be_off_by_the_noise_of_floats() -> None:
+    wanted = search(space={RATE: Uniform(0.0, 0.3)}, points=[{RATE: 0.1 + 0.2}])
+    first = wanted.suggest(0)
+    assert wanted.suggest(1, [PastTrial(values=first, state="ended", metric=0.5)])
+
+
 def test_the_journal_of_a_dead_driver_gives_what_it_would_have_suggested(tmp_path: Path) -> None:
     wanted = Search(space={RATE: LogUniform(1e-5, 1.0), "config.width": RandInt(2, 9)}, algorithm="tpe", trials=20)
     experiment = Experiment(name="tpe", trainer=TinyTrainer, config=TinyConfig(max_steps=4), storage=str(tmp_path))

@@ -76,7 +76,6 @@ class SweepDriver:
             (event for event in read_events(sweep.folder) if event["event"] == "trial_changed"),
             {trial.name: trial.resume for trial in self._waiting if trial.resume != "auto"},
         )
-        self._emptied = {trial.name for trial in self._trials.values() if trial.has_no_checkpoints}
         # Trials that a user stopped one by one.
         self._left: set[str] = set()
         self._stop: StopRequest | None = None
@@ -112,15 +111,18 @@ class SweepDriver:
         self._capacity = capacity
         thread = threading.Thread(target=self._tune, args=(tune_trials,), name="headway-ray-tune", daemon=True)
         thread.start()
-        while thread.is_alive():
-            thread.join(0.2)
-            self._display.refresh()
-            if (reason := self._poll()) is not None and self._stop is not None:
-                self.is_over = True
-                thread.join(leave_s)
-                return self._stop.status, reason
-            if self._stop is None:
-                self._poll_machines(thread, leave_s)
+        try:
+            while thread.is_alive():
+                thread.join(0.2)
+                self._display.refresh()
+                if (reason := self._poll()) is not None and self._stop is not None:
+                    return self._stop.status, reason
+                if self._stop is None and (line := capacity.poll()) is not None:
+                    self._display.line(line, "dim")
+        finally:
+            # However this driver leaves, no trial may train or start from now on.
+            self.is_over = True
+            thread.join(leave_s)
         if isinstance(self._error, (ConfigError, TrainingFailedError)):
             raise self._error
         if self._error is not None:
@@ -179,17 +181,6 @@ class SweepDriver:
             reason = f"time_budget of {human_duration(float(budget.amount))} is used up"
             return StopRequest(reason=reason, status="time_limit")
         return None
-
-    def _poll_machines(self, thread: threading.Thread, leave_s: float) -> None:
-        try:
-            line = self._capacity.poll()
-        except ConfigError:
-            # No trial may start from now on: this driver leaves.
-            self.is_over = True
-            thread.join(leave_s)
-            raise
-        if line is not None:
-            self._display.line(line, "dim")
 
     def _stop_trials(self, asked: StopRequest) -> None:
         with self._lock:
@@ -332,7 +323,7 @@ class SweepDriver:
         self._display.ended(trial)
         if (reason := target_reached(self.search, [trial])) is not None:
             self.reach_goal(reason)
-        self._delete_checkpoints(self._surplus(trial))
+        self._delete_checkpoints()
 
     def _record_end(self, name: str, error: str | None) -> TrialResult:
         """Return the state of a trial from its files, after recording its end in the journal if it has ended."""
@@ -352,29 +343,28 @@ class SweepDriver:
             metric=trial.metric, steps=trial.steps,
         )  # fmt: skip
 
-    def _surplus(self, ended: TrialResult) -> list[TrialResult]:
-        """Return the finished trials whose checkpoints the search does not keep, after a trial has ended."""
+    def _surplus(self) -> list[TrialResult]:
+        """Return the finished trials whose checkpoints the search does not keep."""
         search, trials = self.search, self._trials.values()
         found = []
         if search.keep_best_trials is not None:
             found += surplus(trials, mode=search.mode, keep=search.keep_best_trials)
         if search.max_checkpoint_bytes is not None:
             sizes = self._checkpoint_bytes
-            sizes.pop(ended.name, None)
             for trial in trials:
                 if trial.has_ended and trial.name not in sizes:
                     # Counted the next time if the storage is away.
                     with suppress(OSError, CheckpointError):
-                        sizes[trial.name] = checkpoint_bytes(trial)
-            sizes.update(dict.fromkeys(self._emptied, 0))
+                        sizes[trial.name] = 0 if trial.has_no_checkpoints else checkpoint_bytes(trial)
             found += over_limit(trials, sizes, mode=search.mode, limit=search.max_checkpoint_bytes)
         return found
 
-    def _delete_checkpoints(self, trials: Sequence[TrialResult]) -> None:
-        """Delete the checkpoints of trials."""
-        for trial in trials:
-            if trial.name not in self._emptied:
-                self._emptied.add(trial.name)
+    def _delete_checkpoints(self) -> None:
+        """Delete the checkpoints that the search does not keep."""
+        for trial in self._surplus():
+            if not self._trials[trial.name].has_no_checkpoints:
+                self._trials[trial.name] = replace(trial, has_no_checkpoints=True)
+                self._checkpoint_bytes[trial.name] = 0
                 try:
                     deleted = delete_checkpoints(trial)
                 except OSError as error:

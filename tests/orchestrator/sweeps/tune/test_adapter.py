@@ -232,7 +232,8 @@ def test_a_storage_that_is_away_for_a_moment_does_not_end_a_sweep(monkeypatch: p
     assert journal == [(kind, name) for name in given for kind in ("trial_suggested", "trial_ended")]
 
 
-def test_a_sweep_that_gives_up_the_wait_for_machines_lets_no_trial_begin(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [ConfigError, RuntimeError])
+def test_a_driver_that_leaves_by_an_error_lets_no_trial_begin(tmp_path: Path, error: type[Exception]) -> None:
     leader = lead(Search(space=SPACE, trials=2), str(tmp_path))
     seen: list[bool] = []
 
@@ -245,10 +246,10 @@ def test_a_sweep_that_gives_up_the_wait_for_machines_lets_no_trial_begin(tmp_pat
         seen.append(driver.is_over)
 
     def look() -> None:
-        raise ConfigError("a trial has not come up")
+        raise error("a trial has not come up")
 
     capacity: Any = SimpleNamespace(summary="", max_concurrent=1, poll=look)
-    with pytest.raises(ConfigError, match="a trial has not come up"):
+    with pytest.raises(error, match="a trial has not come up"):
         leader.run(capacity, tune_trials, leave_s=10.0)
     assert seen == [True]
     leader.sweep.update(status="failed")

@@ -58,9 +58,10 @@ def check_resources(scaling: Scaling) -> None:
     if will_start_own_ray():
         _check_machine(scaling)
     elif ray.is_initialized() and scaling.wait is None and (lack := missing_resources(scaling)):
+        need = "1 worker needs" if scaling.min_workers == 1 else f"{scaling.min_workers} workers need"
         raise ConfigError(
-            f"the cluster has {lack} that {scaling.min_workers} workers need: lower scaling.workers, or set "
-            "scaling.wait=10m to wait for nodes"
+            f"the cluster has {lack} that {need}: lower scaling.workers or their resources, or set scaling.wait=10m to "
+            "wait for nodes"
         )
 
 

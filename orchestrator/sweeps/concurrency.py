@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from headway.trainer.errors import ConfigError
 
-from ..cluster.connect import describe_wait, live_node_resources, placed_groups, wait_timeout_error
-from ..config.experiment import Experiment
+from ..cluster.connect import check_resources, describe_wait, live_node_resources, placed_groups, wait_timeout_error
 from ..config.scaling import Scaling
 from ..train.elastic import slots
 from .search import Search
@@ -27,7 +25,7 @@ class ConcurrencyLimit:
     """How many trials may train at the moment, and for how long none has. Polls the connected cluster.
 
     Args:
-        experiment: gives the workers of one trial.
+        scaling: the workers of one trial.
         search: gives the user's limit.
         cpus: CPUs that trials may use if Ray was started here; the others are reserved for reading data.
         clock: monotonic seconds.
@@ -37,26 +35,30 @@ class ConcurrencyLimit:
         summary: the same as text.
 
     Raises:
-        ConfigError: no trial could ever train.
+        ConfigError: no trial could ever train, or PBT would train one trial at a time.
     """
 
     def __init__(
         self,
-        experiment: Experiment,
+        scaling: Scaling,
         search: Search,
         *,
         cpus: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         # No machine can join a Ray that was started here.
-        self._scaling = experiment.scaling if cpus is None else replace(experiment.scaling, wait=None)
+        self._scaling = scaling if cpus is None else replace(scaling, wait=None)
         self._search, self._cpus, self._clock = search, cpus, clock
         self._taken = placed_groups()
         self._looked_s = self._idle_since_s = clock()
         self._waits_for: str | None = None
-        machines = self._machines()
-        check_fits(self._scaling, search, machines)
-        self.max_concurrent, self.summary = concurrency_for(self._scaling, search, machines)
+        check_resources(self._scaling)
+        self.max_concurrent, self.summary = concurrency_for(self._scaling, search, self._machines())
+        if search.is_population_based and self.max_concurrent == 1 < search.num_trials:
+            raise ConfigError(
+                "PBT needs several concurrent trials, between which it copies weights, but only one fits "
+                f"({self.summary}): let workers share a CPU (scaling.cpus_per_worker=0.5), or use another scheduler"
+            )
 
     def poll(self) -> str | None:
         """Update the limit if some seconds have passed, and return a line to print if something changed.
@@ -87,31 +89,6 @@ class ConcurrencyLimit:
             return there
         cpus = max(self._cpus, self._scaling.reserved_by(self._scaling.min_workers)["CPU"])
         return [{**machine, "CPU": cpus} for machine in there]
-
-
-def check_fits(scaling: Scaling, search: Search, machines: Machines) -> None:
-    """Check that the machines suffice, unless trials wait for machines.
-
-    Raises:
-        ConfigError: not even one trial fits, or PBT would train one trial at a time.
-    """
-    if trials_that_fit(scaling, machines) < 1 and scaling.wait is None:
-        each = ", ".join(f"{amount:g} {name}" for name, amount in scaling.worker_resources.items())
-        sizes = Counter(
-            ", ".join(f"{one.get(name, 0):g} {name}" for name in scaling.worker_resources) for one in machines
-        )
-        there = " and ".join(f"{count} with {size}" for size, count in sizes.items()) or "none"
-        raise ConfigError(
-            f"no trial fits: it needs {scaling.min_workers} worker{'s'[: scaling.min_workers > 1]} with {each} each, "
-            f"on one machine per worker, and the machines are {there}; lower scaling.workers or their resources, or "
-            "set scaling.wait=10m to wait for machines"
-        )
-    max_concurrent, summary = concurrency_for(scaling, search, machines)
-    if search.is_population_based and max_concurrent == 1 < search.num_trials:
-        raise ConfigError(
-            f"PBT needs several concurrent trials, between which it copies weights, but only one fits ({summary}): let "
-            "workers share a CPU (scaling.cpus_per_worker=0.5), or use another scheduler"
-        )
 
 
 def concurrency_for(scaling: Scaling, search: Search, machines: Machines) -> tuple[int, str]:

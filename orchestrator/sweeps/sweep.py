@@ -117,7 +117,7 @@ def _run_sweep(
             scaling = search.largest_scaling(experiment)
             with ray_connection(scaling, verbose=verbose, say=display.line) as is_own:
                 signals.install()
-                capacity = ConcurrencyLimit(replace(experiment, scaling=scaling), search, cpus=cpus)
+                capacity = ConcurrencyLimit(scaling, search, cpus=cpus)
                 lead = SweepDriver(experiment, search, opened, signals, display, searcher, warm)
                 # Trials in a Ray started here end with it.
                 status, reason = lead.run(capacity, tune_trials, leave_s=0.0 if is_own else ABORT_TIMEOUT_S)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,10 +10,10 @@ import pytest
 from headway.orchestrator import PBT, LogUniform, Scaling, Search
 from headway.orchestrator.cluster import connect
 from headway.orchestrator.sweeps import concurrency as orchestrator_capacity
-from headway.orchestrator.sweeps.concurrency import ConcurrencyLimit, check_fits, concurrency_for
+from headway.orchestrator.sweeps.concurrency import ConcurrencyLimit
 from headway.orchestrator.train.elastic import slots
 from headway.trainer.errors import ConfigError
-from tests.orchestrator.sweeps.test_search import experiment, search
+from tests.orchestrator.sweeps.test_search import search
 
 FOURS = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 4.0}]
 
@@ -65,12 +65,17 @@ FOURS = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 4.0}]
     ],
 )
 def test_as_many_trials_train_at_once_as_machines_hold_or_are_to_come(
-    scaling: Scaling, machines: Any, asked: dict[str, Any], at_once: int, told: str
+    scaling: Scaling,
+    machines: Any,
+    asked: dict[str, Any],
+    at_once: int,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    check_fits(scaling, search(**asked), machines)
-    found, said = concurrency_for(scaling, search(**asked), machines)
-    assert found == at_once
-    assert told in said
+    Cluster(monkeypatch, machines)
+    capacity = ConcurrencyLimit(scaling, search(**asked))
+    assert capacity.max_concurrent == at_once
+    assert told in capacity.summary
 
 
 @pytest.mark.parametrize(
@@ -79,16 +84,27 @@ def test_as_many_trials_train_at_once_as_machines_hold_or_are_to_come(
         (
             Scaling(cpus_per_worker=6),
             {},
-            "it needs 1 worker with 6 CPU each, on one machine per worker, and the machines are 2 with 4 CPU; lower",
+            "the cluster has 0 of 1 places of 6 CPU on one machine that 1 worker needs: lower scaling.workers or their",
         ),
-        (Scaling(workers=9), {}, "no trial fits: it needs 9 workers with 1 CPU each"),
-        (Scaling(gpus_per_worker=2), {}, "1 with 4 CPU, 1 GPU and 1 with 4 CPU, 0 GPU; lower"),
+        (Scaling(workers=9), {}, "the cluster has 8 of 9 CPU that 9 workers need: lower"),
+        (Scaling(gpus_per_worker=2), {}, "the cluster has 1 of 2 GPU that 1 worker needs: lower"),
         (Scaling(), {"scheduler": PBT(), "concurrent": 1}, "PBT needs several concurrent trials, between which it"),
     ],
 )
-def test_what_no_machine_holds_is_refused(scaling: Scaling, asked: dict[str, Any], message: str) -> None:
+def test_what_no_machine_holds_is_refused(
+    scaling: Scaling, asked: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Cluster(monkeypatch, FOURS)
     with pytest.raises(ConfigError, match=message):
-        check_fits(scaling, search(**asked), FOURS)
+        ConcurrencyLimit(scaling, search(**asked))
+
+
+def test_a_ray_that_was_started_here_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    Cluster(monkeypatch, [{"CPU": 4.0}])
+    asked = Scaling(resources_per_worker={"bigmem": 1}, wait="9m")
+    with pytest.raises(ConfigError, match="the cluster has 0 of 1 bigmem that 1 worker needs: lower"):
+        ConcurrencyLimit(asked, search(), cpus=2)
+    assert ConcurrencyLimit(asked, search(concurrent=2)).max_concurrent == 2
 
 
 def test_what_nobody_counts_is_no_limit() -> None:
@@ -103,7 +119,8 @@ class Cluster:
         for name in ("live_node_resources", "placed_groups"):
             monkeypatch.setattr(orchestrator_capacity, name, getattr(self, name))
             monkeypatch.setattr(connect, name, getattr(self, name))
-        total = lambda: {"CPU": sum(each["CPU"] for each in self.machines)}  # noqa: E731
+        total = lambda: dict(sum(map(Counter, self.machines), Counter()))  # noqa: E731
+        monkeypatch.setattr(connect.ray, "is_initialized", lambda: True)
         monkeypatch.setattr(connect.ray, "cluster_resources", total)
         monkeypatch.setattr(connect.ray, "available_resources", total)
         monkeypatch.setattr(connect, "free_node_resources", self.live_node_resources)
@@ -120,10 +137,10 @@ class Cluster:
 
 
 def test_a_sweep_uses_machines_that_come_later_and_says_what_it_waits_for_until_it_gives_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cluster = Cluster(monkeypatch, [])
-    asked = experiment(tmp_path, scaling=Scaling(cpus_per_worker=2, wait="1m"))
+    asked = Scaling(cpus_per_worker=2, wait="1m")
     capacity = ConcurrencyLimit(
         asked, Search(space={"config.dropout": LogUniform(0.1, 0.2)}), clock=lambda: cluster.now_s
     )
@@ -152,17 +169,17 @@ def test_a_sweep_uses_machines_that_come_later_and_says_what_it_waits_for_until_
         cluster.poll(capacity, after_s=10)
 
 
-def test_processes_have_time_to_start_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_have_time_to_start_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch, [{"CPU": 4.0}])
-    asked = experiment(tmp_path, scaling=Scaling(workers=2, wait="8s"))
+    asked = Scaling(workers=2, wait="8s")
     capacity = ConcurrencyLimit(asked, search(), clock=lambda: cluster.now_s)
     assert cluster.poll(capacity, after_s=60) is None
     with pytest.raises(ConfigError, match="timed out after 8s waiting for a trial: the cluster is large enough, but"):
         cluster.poll(capacity, after_s=10)
 
 
-def test_no_machine_is_waited_for_where_none_can_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_machine_is_waited_for_where_none_can_come(monkeypatch: pytest.MonkeyPatch) -> None:
     Cluster(monkeypatch, [{"CPU": 4.0}])
-    asked = experiment(tmp_path, scaling=Scaling(wait="9m"))
+    asked = Scaling(wait="9m")
     assert ConcurrencyLimit(asked, search(concurrent=8), cpus=2).max_concurrent == 2
     assert ConcurrencyLimit(asked, search(concurrent=8)).max_concurrent == 8

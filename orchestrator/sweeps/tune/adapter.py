@@ -17,6 +17,7 @@ from pyarrow.fs import FileSystem, FSSpecHandler, PyFileSystem
 from ray import tune
 from ray.tune.progress_reporter import TrialProgressCallback
 from ray.tune.search import Searcher
+from ray.tune.stopper import NoopStopper
 
 from ...cluster.ray_env import log_errors_only, temporary_env
 from ...errors import StorageError
@@ -51,13 +52,14 @@ def tune_trials(driver: SweepDriver) -> None:
     experiment, search, sweep = driver.experiment, driver.search, driver.sweep
     scheduler = GracefulStopScheduler(driver)
     trains_here = experiment.scaling.trains_in_trial
+    silence = f"{__name__}.{NoProgressOutput.__name__}"
     task = SweepTask(
         start=Start.of(experiment, ResumeOptions()), sweep_dir=sweep.sweep_dir, metric=search.metric, mode=search.mode,
         pauses=search.pauses, objectives=tuple(search.objectives), constraints=constrained(search.constraints),
     )  # fmt: skip
     with (
         temporary_env(_QUIET, unless_set=True),
-        temporary_env({_CALLBACKS: _with_no_progress_output(os.environ.get(_CALLBACKS))}),
+        temporary_env({_CALLBACKS: ",".join(filter(None, [os.environ.get(_CALLBACKS), silence]))}),
         # Ray Tune warns about loggers that are disabled.
         log_errors_only("ray.tune"),
         _tune_storage(sweep.folder, are_shared=search.pauses) as (place, filesystem),
@@ -138,10 +140,6 @@ class JournalSearcher(NotPickled, Searcher):  # type: ignore[misc]
         self._names[trial_id] = trial.name
         return {**values, "trial": trial.name, "resume": trial.resume}
 
-    def set_search_properties(self, metric: str | None, mode: str | None, config: dict[str, Any], **_: Any) -> bool:
-        """Accept and ignore them."""
-        return True
-
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         """Forward it."""
         self._driver.reported(self._names[trial_id], result)
@@ -162,15 +160,11 @@ class JournalSearcher(NotPickled, Searcher):  # type: ignore[misc]
         """Save nothing: the state is in the journal."""
 
 
-class AbortStopper(NotPickled, tune.Stopper):  # type: ignore[misc]
+class AbortStopper(NotPickled, NoopStopper):  # type: ignore[misc]
     """Aborts all trials without checkpoints when the driver says so."""
 
     def __init__(self, driver: SweepDriver) -> None:
         self._driver = driver
-
-    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-        """End no trial by itself."""
-        return False
 
     def stop_all(self) -> bool:
         """Return whether to abort."""
@@ -185,9 +179,3 @@ class NoProgressOutput(TrialProgressCallback):  # type: ignore[misc]
 
     def on_trial_complete(self, *_: Any, **__: Any) -> None:
         """Print nothing."""
-
-
-def _with_no_progress_output(callbacks: str | None) -> str:
-    """Return the names of callbacks with `NoProgressOutput` added once."""
-    silence = f"{__name__}.{NoProgressOutput.__name__}"
-    return ",".join([*(name for name in (callbacks or "").split(",") if name not in ("", silence)), silence])

@@ -81,10 +81,6 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
         lines = Path(str(self._trials[trial_id].error_file)).read_text().strip().splitlines()
         return lines[-1] if lines else "its process died"
 
-    def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
-        """Accept and ignore them: the inner schedulers have them already."""
-        return True
-
     def on_trial_add(self, controller: Any, trial: TuneTrial) -> None:
         """Forward it."""
         if not self._trials:

@@ -85,6 +85,15 @@ class TuneReporter:
         judges_training = mode is not None and metric is not None and metric.startswith("train/")
         self._logged = set(metric_by_step(self.folder, str(metric))) if judges_training else None
 
+    def callbacks(self, *, trains_here: bool) -> list[Callback]:
+        """Return the callbacks of the trial, one of which reports its evaluations if it trains in this process."""
+        found: list[Callback] = [ReportEvaluations(self)] if trains_here else []
+        if self._saves:
+            found.append(SaveEvaluations())
+        if self._is_adopted:
+            found.append(KeepOwnHyperparameters())
+        return found
+
     def logged(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keep the metrics of the training for the next report, or report the metric of the sweep if it is one."""
         self._metrics.update(metrics)
@@ -306,13 +315,3 @@ class KeepOwnHyperparameters(Callback):
         for scheduler in trainer.schedulers.values():
             if hasattr(scheduler, "base_lrs"):
                 scheduler.base_lrs = [group["initial_lr"] for group in scheduler.optimizer.param_groups]
-
-
-def trial_callbacks(*, saves: bool, is_adopted: bool) -> list[Callback]:
-    """Return the callbacks of a trial, wherever it trains.
-
-    Args:
-        saves: whether each evaluation needs a checkpoint.
-        is_adopted: whether it starts from a checkpoint of another trial.
-    """
-    return [*([SaveEvaluations()] if saves else []), *([KeepOwnHyperparameters()] if is_adopted else [])]

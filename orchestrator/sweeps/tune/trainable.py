@@ -29,7 +29,7 @@ from ...train.fit import close, finished_result, keep_error, record_failure
 from ...train.ray_train_thread import last_pointer
 from ...train.train_loop import Start, train_rank
 from ...train.worker import has_accelerator
-from .reporting import EventReporter, ReportEvaluations, TuneReporter, trial_callbacks
+from .reporting import EventReporter, TuneReporter
 from .trial import drive, trial_resources
 
 _TRIAL = "trial.json"
@@ -110,14 +110,14 @@ def run_trial(start: Start, config: Mapping[str, Any], metric: str | None) -> No
         _check_reserved(Folder(experiment.run_dir), trial.get_trial_resources().required_resources)
     source = _source_of(experiment.run_dir)
     start = replace(start, resume_options=replace(start.resume_options, resume=source or "auto"))
-    is_adopted = source is not None
-    reporter = TuneReporter(experiment.run_dir, metric, saves=True, is_adopted=is_adopted)
-    callbacks = trial_callbacks(saves=True, is_adopted=is_adopted)
-    if experiment.scaling.trains_in_trial:
+    reporter = TuneReporter(experiment.run_dir, metric, saves=True, is_adopted=source is not None)
+    trains_here = experiment.scaling.trains_in_trial
+    callbacks = reporter.callbacks(trains_here=trains_here)
+    if trains_here:
         # A trial has one process at a time; its last one may have been on a machine that is lost.
         result = train_rank(
             start, experiment, on_cpu=not has_accelerator(), reports=False,
-            callbacks=[ReportEvaluations(reporter), *callbacks], take_over=True,
+            callbacks=callbacks, take_over=True,
         )  # fmt: skip
     else:
         result = asdict(_drive(start, experiment, reporter, callbacks))

@@ -39,14 +39,7 @@ from ...train.train_loop import Start
 from ...train.worker import run_attempt
 from ...train.worker_group import make_task, retry_policy, run_worker_group, wait_to_restart
 from ..record import ENDED_EARLY
-from .reporting import (
-    ENDED_BY_TUNE,
-    EventReporter,
-    ReportEvaluations,
-    TuneReporter,
-    check_metric,
-    trial_callbacks,
-)
+from .reporting import ENDED_BY_TUNE, EventReporter, TuneReporter, check_metric
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,12 +87,10 @@ def run_trial(config: dict[str, Any], task: SweepTask) -> None:
 def _train_trial(run: Run, experiment: Experiment, resume: str, task: SweepTask) -> None:
     """Train a trial that this process owns."""
     trains_here = experiment.scaling.trains_in_trial
-    is_adopted = resume != "auto"
-    reporter = TuneReporter(run.run_dir, task.metric, saves=task.pauses, is_adopted=is_adopted, mode=task.mode)
+    reporter = TuneReporter(run.run_dir, task.metric, saves=task.pauses, is_adopted=resume != "auto", mode=task.mode)
     display = RunConsole(Console(quiet=True)) if trains_here else EventReporter(reporter)
-    reports = [ReportEvaluations(reporter)] if trains_here else []
+    callbacks = reporter.callbacks(trains_here=trains_here)
     try:
-        callbacks = [*reports, *trial_callbacks(saves=task.pauses, is_adopted=is_adopted)]
         result = drive(experiment, run, display, callbacks, ResumeOptions(resume=resume, accept_changes=task.pauses))
         if result.status == "completed" or result.reason.startswith(ENDED_EARLY):
             result = replace(result, metrics=_judged_metrics(run, result.metrics, task))

@@ -39,7 +39,7 @@ def ls(context: typer.Context, run: RunName, storage: Storage = None, as_json: J
         print_json("checkpoints", run=run, monitor=monitor, checkpoints=[
             {
                 "name": entry.name, "path": saved.storage.path_of(entry.name), "damage": entry.problem,
-                "size_bytes": sum(each.size_bytes for each in entry.files.values()),
+                "size_bytes": entry.size_bytes,
                 "kept_for": reasons.get(entry.name, []),
                 **({
                     "step": checkpoint.step, "epoch": checkpoint.epoch, "metrics": checkpoint.metrics,
@@ -56,9 +56,8 @@ def ls(context: typer.Context, run: RunName, storage: Storage = None, as_json: J
             rows.append((entry.name, "", "", "", "", "damaged: see `headway checkpoints verify`"))
             continue
         value = checkpoint.metrics.get(monitor or "")
-        size = human_bytes(sum(each.size_bytes for each in entry.files.values()))
         rows.append((
-            entry.name, str(checkpoint.epoch), local_time(checkpoint.time_s), size,
+            entry.name, str(checkpoint.epoch), local_time(checkpoint.time_s), human_bytes(entry.size_bytes),
             "" if value is None else f"{value:.4g}", ", ".join(reasons[entry.name]) or "nothing",
         ))  # fmt: skip
     print(format_table(rows, right=("EPOCH", "SIZE")))

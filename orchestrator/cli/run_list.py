@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 def runs_and_sweeps(storage: str) -> tuple[list[Run], list[Sweep]]:
     """Return the runs and the sweeps of a storage, each last started first."""
-    from ..runs.run import list_runs
-    from ..sweeps.record import list_sweeps
+    from ..runs.run import list_folders, list_runs
+    from ..sweeps.record import Sweep
 
     runs = list_runs(storage)
-    return runs, list_sweeps(storage, but={run.folder.name for run in runs})
+    return runs, list_folders(Sweep, storage, but={run.folder.name for run in runs})
 
 
 def print_runs(storage: str) -> None:

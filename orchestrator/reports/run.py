@@ -244,7 +244,7 @@ def _checkpoints(name: str, storage: str) -> Html:
         value = checkpoint.metrics.get(shelf.rules.monitor or "")
         rows.append((
             entry.name, str(checkpoint.epoch), _utc(checkpoint.time_s),
-            human_bytes(sum(each.size_bytes for each in entry.files.values())),
+            human_bytes(entry.size_bytes),
             "" if value is None else charts.shown(float(value)), ", ".join(reasons[entry.name]) or "nothing",
         ))  # fmt: skip
     headings = ["checkpoint", "epoch", "saved", "size", shelf.rules.monitor or "metric", "kept for"]

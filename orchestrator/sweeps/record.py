@@ -9,9 +9,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from headway.trainer.errors import ConfigError
@@ -21,7 +21,7 @@ from headway.trainer.result import Status, Table, read_history
 from ..errors import DamagedRecordError
 from ..runs.metric_history import metric_by_step
 from ..runs.requests import read_stop_request
-from ..runs.run import SWEEP_RECORD, BaseRecord, RecordedFolder, Run, list_folders
+from ..runs.run import SWEEP_RECORD, BaseRecord, RecordedFolder, Run
 from ..storage.events import Event, EventWriter, read_events
 from ..storage.folder import Folder
 from .objectives import is_feasible
@@ -238,22 +238,9 @@ def ranked(trials: Iterable[TrialResult], mode: Mode, constraints: Sequence[str]
         mode: "min" if lower is better.
         constraints: limits on the last values of metrics.
     """
-    judged = [
-        (each.metric if mode == "min" else -each.metric, each)
-        for each in trials
-        if each.metric is not None and each.status != "failed" and is_feasible(each.metrics, constraints)
-    ]
-    return [each for _, each in sorted(judged, key=itemgetter(0))]
-
-
-def list_sweeps(storage: str, *, but: Collection[str] = ()) -> list[Sweep]:
-    """Return the sweeps of a storage, last started first; other folders are skipped.
-
-    Args:
-        storage: folder or URI.
-        but: names of folders to skip, such as those of runs.
-    """
-    return list_folders(Sweep, storage, but=but)
+    judged = [each for each in trials if each.metric is not None and each.status != "failed"]
+    feasible = [each for each in judged if is_feasible(each.metrics, constraints)]
+    return sorted(feasible, key=attrgetter("metric"), reverse=mode == "max")
 
 
 def _has_saved_since(run_dir: str, change: Event) -> bool:

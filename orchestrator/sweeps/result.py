@@ -81,7 +81,7 @@ class SweepResult:
         valued = [(each, objective_values(each.metrics, objectives)) for each in self.ranked()]
         items = [(each, values) for each, values in valued if values is not None]
         found = pareto(items, list(objectives.values()))
-        return sorted(found, key=lambda each: each.metrics[self.metric] * (1 if self.mode == "min" else -1))
+        return sorted(found, key=lambda each: each.metrics[self.metric], reverse=self.mode == "max")
 
     @property
     def failed(self) -> list[TrialResult]:

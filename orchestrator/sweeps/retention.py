@@ -60,7 +60,7 @@ def _finished(trials: Iterable[TrialResult], mode: Mode) -> tuple[list[TrialResu
 def checkpoint_bytes(trial: TrialResult) -> int:
     """Return the size of the checkpoints of a trial, from their manifests."""
     storage = open_storage(join(trial.run_dir, "checkpoints"))
-    return sum(each.size_bytes for entry in scan(storage) for each in entry.files.values())
+    return sum(entry.size_bytes for entry in scan(storage))
 
 
 def delete_checkpoints(trial: TrialResult) -> int:

@@ -39,6 +39,11 @@ class ScannedCheckpoint:
     files: dict[str, FileChecksum]
     problem: str | None
 
+    @property
+    def size_bytes(self) -> int:
+        """Size of its files; 0 if the manifest is damaged."""
+        return sum(each.size_bytes for each in self.files.values())
+
 
 def scan(storage: Storage) -> list[ScannedCheckpoint]:
     """Return all committed checkpoints in commit order; those with a damaged manifest come last.

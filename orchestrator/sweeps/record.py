@@ -150,10 +150,9 @@ class Sweep(RecordedFolder[SweepRecord]):
 
     def ended_trials(self) -> list[str]:
         """Return the names of the trials that have ended and are not to be trained again, the first ended first."""
-        ended = [
-            (name, each["trial_ended"]) for name, each in self._journal_by_trial().items() if "trial_ended" in each
-        ]
-        return [name for name, _ in sorted(ended, key=lambda each: each[1]["time"])]
+        journal = self._journal_by_trial()
+        ended = [name for name, events in journal.items() if "trial_ended" in events]
+        return sorted(ended, key=lambda name: journal[name]["trial_ended"]["time"])
 
     def retry_failed(self) -> None:
         """Queue the failed trials again. Only the driver may call this."""

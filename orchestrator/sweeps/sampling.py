@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from .space import Axis, Choice, Grid, When, contains
+from .space import Axis, When, contains
 
 Params: TypeAlias = dict[str, Any]
 """Hyperparameters of a trial, by dotted path."""
@@ -14,6 +14,12 @@ Params: TypeAlias = dict[str, Any]
 def axis_of(value: Any) -> Any:
     """Return the axis of a field, whether conditional or not; a fixed value unchanged."""
     return value.then if isinstance(value, When) else value
+
+
+def samples_of(value: Any) -> tuple[Any, ...]:
+    """Return all choices of a field, typical values of a range, or the fixed value."""
+    axis = axis_of(value)
+    return axis.samples() if isinstance(axis, Axis) else (axis,)
 
 
 def sample(space: Mapping[str, Any], draw: Callable[[str, Any], Any], point: Mapping[str, Any]) -> Params:
@@ -45,9 +51,7 @@ def combinations(space: Mapping[str, Any]) -> list[Params]:
             if isinstance(found, When) and not found.holds(values):
                 longer.append(values)
                 continue
-            axis = axis_of(found)
-            choices: Sequence[Any] = axis.values if isinstance(axis, (Choice, Grid)) else (axis,)
-            longer += [{**values, path: value} for value in choices]
+            longer += [{**values, path: value} for value in samples_of(found)]
         grid = longer
     return grid
 

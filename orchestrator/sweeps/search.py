@@ -23,7 +23,7 @@ from ..config.values import python_values
 from . import optuna_search
 from .objectives import Constraint
 from .optuna_search import TPE, PastTrial
-from .sampling import Params, axis_of, combinations, conditions, sample
+from .sampling import Params, combinations, conditions, sample, samples_of
 from .schedulers import PBT, Scheduler, check_created, check_positive_ints, is_from, is_tune_scheduler, tune_setting
 from .space import Axis, Grid, LogUniform, Uniform, When, as_axis, is_number
 from .space_checks import check_point, check_space, check_varied
@@ -275,8 +275,7 @@ class Search:
                 raise ConfigError(
                     f"{path} cannot be searched: it is set by the sweep; use paths below config, retries or scaling"
                 )
-            found = axis_of(axis)
-            for value in found.samples() if isinstance(found, Axis) else (found,):
+            for value in samples_of(axis):
                 self._check_value(experiment, path, value)
         for number, point in enumerate(self.points):
             try:
@@ -301,10 +300,9 @@ class Search:
 
     def largest_scaling(self, experiment: Experiment) -> Scaling:
         """Return the resources of the largest trial: the space may have paths below `scaling`."""
-        found = {path: axis_of(axis) for path, axis in self.space.items() if path.split(".")[0] == "scaling"}
-        choices = [axis.samples() if isinstance(axis, Axis) else (axis,) for axis in found.values()]
+        found = {path: axis for path, axis in self.space.items() if path.split(".")[0] == "scaling"}
         scalings: list[Scaling] = []
-        for values in itertools.product(*choices):
+        for values in itertools.product(*map(samples_of, found.values())):
             with suppress(ConfigError):
                 scalings.append(override(experiment, dict(zip(found, values, strict=True))).scaling)
         size = ("GPU", "CPU")

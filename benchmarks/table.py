@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """One row of the table."""
+    """One row of the table. A part of another row has no target."""
 
     name: str
     ours: str
@@ -41,7 +41,13 @@ def show(rows: Sequence[Row]) -> str:
     header = ("what", "ours", "theirs", "ratio", "target", "")
     lines = [header]
     for row in rows:
-        lines.append((row.name, row.ours, row.theirs, f"{row.ratio:.3f}", row.target, "ok" if row.ok else "MISSED"))
+        lines.append((row.name, row.ours, row.theirs, f"{row.ratio:.3f}", row.target, _verdict(row)))
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
     return "\n".join("  ".join(line).rstrip() for line in padded)
+
+
+def _verdict(row: Row) -> str:
+    if not row.target:
+        return ""
+    return "ok" if row.ok else "MISSED"

@@ -38,7 +38,7 @@ from ..storage.scratch import scratch_folder
 from .elastic import RAY_LEARNS_S, RESIZING, is_sized_by_driver
 from .failures.cause import find_cause, raised_failure
 from .failures.retry_policy import Restart, RestartRequired, RetriesExhausted, RetryPolicy, failure_of, slots_beside
-from .standby import environment
+from .standby import environment, prestart
 from .worker import Task
 from .worker_check import driver_versions
 
@@ -66,11 +66,12 @@ def run_worker_group(
     Starts Ray Train again if the workers are to restart later or on other nodes.
     """
     avoided: frozenset[str] = frozenset()
+    is_first = True
     while True:
         try:
             return _run_ray_train(
-                experiment, run, resume_options=resume_options, wait_timeout_s=wait_timeout_s,
-                verbose=verbose, spares=spares, mailbox=mailbox, callbacks=callbacks, avoided=avoided,
+                experiment, run, resume_options=resume_options, wait_timeout_s=wait_timeout_s, verbose=verbose,
+                spares=spares, mailbox=mailbox, callbacks=callbacks, avoided=avoided, is_first=is_first,
             )  # fmt: skip
         except Exception as error:
             restart = _restart_after(error, run, avoided, experiment.scaling)
@@ -78,7 +79,7 @@ def run_worker_group(
                 raise
         if (stop := wait_to_restart(run.folder, restart.delay_s)) is not None:
             return {"status": stop.status, "reason": stop.reason}
-        avoided = restart.avoid
+        avoided, is_first = restart.avoid, False
 
 
 def wait_to_restart(folder: Folder, delay_s: float) -> StopRequest | None:
@@ -120,6 +121,7 @@ def _run_ray_train(
     mailbox: Any,
     callbacks: Sequence[Callback],
     avoided: frozenset[str],
+    is_first: bool,
 ) -> dict[str, Any]:
     """Run Ray Train once, with the arguments of `run_worker_group`, off the nodes with the ids in `avoided`.
 
@@ -140,6 +142,7 @@ def _run_ray_train(
     start_timeout_s = math.ceil(RAY_LEARNS_S) if scaling.is_elastic else 60
     # Failed starts of a group: each waits for machines for the start timeout, in another group if the driver sizes it.
     most_waits = 0 if is_sized_by_driver(scaling, avoided) else math.ceil(wait_timeout_s / start_timeout_s)
+    runtime_env = _runtime_env(scaling, spares=spares)
     with scratch_folder() as ray_dir:
         trainer = passing_function_by_value(TorchTrainer)(
             _train_function(),
@@ -167,7 +170,7 @@ def _run_ray_train(
             run_config=RunConfig(
                 name=f"{experiment.name}-{run.record.id}",
                 storage_path=ray_dir,
-                worker_runtime_env=_runtime_env(scaling, spares=spares),
+                worker_runtime_env=runtime_env,
                 failure_config=FailureConfig(
                     max_failures=_MOST_RAY_RETRIES,
                     # Ray Train reports an attempt that it ends at a deadline to no callback, so this is its budget.
@@ -179,6 +182,8 @@ def _run_ray_train(
             ),
         )
         with temporary_env({_START_TIMEOUT: str(start_timeout_s)}, unless_set=True):
+            if is_first and is_on_loopback():
+                prestart(scaling.max_workers, runtime_env)
             returned: dict[str, Any] = trainer.fit().return_value
         return returned
 

@@ -83,4 +83,63 @@ def test_without_the_private_parts_of_ray_a_run_does_without_spares(
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(runtime_env={}))
     assert standby.environment(2) == {}
     standby._reserve()
-    assert caplog.text.count("cannot keep a spare worker process, so restarts take longer (ModuleNotFoundError") == 2
+    monkeypatch.setitem(sys.modules, "ray.train.v2._internal", None)
+    standby.prestart(2, {"env_vars": {standby.ENVIRONMENT: "1"}})
+    said = "cannot start worker processes early, so starts and restarts take longer (ModuleNotFoundError"
+    assert caplog.text.count(said) == 3
+
+
+# Writes when this process and Ray Train's controller began, in clock ticks of the machine.
+_PROGRAM = """
+import os
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from headway.trainer import Trainer, TrainerConfig
+
+def began(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
+
+class Small(Trainer[TrainerConfig]):
+    def configure_models(self):
+        self.model = nn.Linear(2, 1)
+
+    def configure_optimizers(self):
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def configure_dataloaders(self):
+        return DataLoader(TensorDataset(torch.zeros(8, 2), torch.zeros(8, 1)), batch_size=2)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.mse_loss(self.model(batch[0]), batch[1])
+
+    def on_fit_start(self):
+        parent = os.getppid()
+        ours = [each for each in map(int, filter(str.isdigit, os.listdir("/proc"))) if siblings(each, parent)]
+        (controller,) = [each for each in ours if "TrainController" in Path(f"/proc/{each}/cmdline").read_text()]
+        Path(os.environ["SEEN"], str(self.world.rank)).write_text(f"{began(os.getpid())} {began(controller)}")
+
+def siblings(pid, parent):
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1]) == parent
+    except OSError:
+        return False
+"""
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("env", ["", 'scaling.env={GREETING: "h\u00e9llo"}'])
+def test_the_first_workers_start_before_ray_trains_controller(tmp_path: Path, env: str) -> None:
+    """Fails if Ray writes the environment of a worker otherwise than `prestart` does, or asks too early for it."""
+    tmp_path.joinpath("small.py").write_text(_PROGRAM)
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, "-m", "headway.orchestrator", "fit", "small.py", "scaling.workers=2", "config.max_steps=2",
+         "name=early", *filter(None, [env])],
+        cwd=tmp_path, env={**environment, "SEEN": str(tmp_path)}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in "01":
+        worker, controller = map(int, tmp_path.joinpath(rank).read_text().split())
+        assert worker < controller

@@ -67,7 +67,7 @@ def test_a_trial_that_goes_on_from_another_one_is_not_as_good_as_that_one_was(
     open_run(found)
     bad = {"config.learning_rate": 5.0, "trial": "tiny", "resume": donor.last_checkpoint}
     run_trial(bad, task_of_a_sweep(tmp_path, found, pauses=True))
-    record = Run(found.run_dir).record.error
+    record = Run(found.run_dir).record
     assert (record.status, record.steps, len(told)) == ("completed", 36, 2)
     own = {report["step"]: report["validation/loss"] for report in told}
     assert min(own.values()) > 10 * donor.best_metric, "or the test shows nothing"

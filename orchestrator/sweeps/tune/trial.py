@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -41,6 +42,9 @@ from ...train.worker_group import make_task, retry_policy, run_worker_group, wai
 from ..record import ENDED_EARLY
 from .reporting import ENDED_BY_TUNE, EventReporter, TuneReporter, check_metric
 
+# For the workers of a trial to save and to end.
+_END_S = 60
+
 
 @dataclass(frozen=True, kw_only=True)
 class SweepTask:
@@ -69,8 +73,6 @@ def run_trial(config: dict[str, Any], task: SweepTask) -> None:
     os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = "60"
     name = tune.get_context().get_trial_name()
     run = Run(Folder(task.sweep_dir).path(name))
-    if (asked := read_stop_request(run.folder)) is not None and asked.reason == ENDED_BY_TUNE:
-        clear_stop_request(run.folder)
     if read_stop_request(Folder(task.sweep_dir)) is not None:
         return
     values = {path: value for path, value in config.items() if path not in ("trial", "resume")}
@@ -81,6 +83,9 @@ def run_trial(config: dict[str, Any], task: SweepTask) -> None:
             status="running", reason="", error=None, started=now(), ended=None, driver=Driver.this(),
             claim=ownership.id,
         )  # fmt: skip
+        # Only now: an earlier process of this trial may still have been ending.
+        if (asked := read_stop_request(run.folder)) is not None and asked.reason == ENDED_BY_TUNE:
+            clear_stop_request(run.folder)
         _train_trial(run, experiment, _resume_from(run, config["resume"]), task)
 
 
@@ -130,12 +135,29 @@ def drive(
     experiment: Experiment, run: Run, display: RunConsole, callbacks: Sequence[Callback], resume_options: ResumeOptions
 ) -> RunResult:
     """Drive the run of a trial to its end, as `fit` does. Raises whatever the trainer raises."""
+    if not experiment.scaling.trains_in_trial:
+        _wait_for_the_end()
     return RunDriver(
         experiment, run, StopSignals(), display, verbose=False, spares=False, callbacks=callbacks,
         train=_train_here if experiment.scaling.trains_in_trial else run_worker_group, resume_options=resume_options,
         # A trial may have to wait for others to end. In a sweep, its driver enforces the wait.
         enforce_wait=False,
     ).run()  # fmt: skip
+
+
+def _wait_for_the_end() -> None:
+    """Let Ray Tune end this process only when the run has ended, for at most `_END_S`.
+
+    Ray Tune ends the process of a trial that it pauses without waiting for its function, and with it Ray Train's
+    controller. The placement group of the workers would then stay until Ray Train's cleaner finds that out, which it
+    never does in a Ray without dashboard.
+    """
+    with suppress(ImportError, AttributeError):
+        from ray.train._internal.session import get_session
+
+        session = get_session()
+        finish = session.finish
+        session.finish = lambda timeout=None: finish(timeout=timeout or _END_S)
 
 
 def _best_of_own_evaluations(run: Run, task: SweepTask) -> Best:

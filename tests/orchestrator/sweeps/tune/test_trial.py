@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from ray import tune
+from ray.train._internal import session as rays_session
 from rich.console import Console
 
 from headway.orchestrator import ASHA, Experiment, LogUniform, Scaling, Search
@@ -220,3 +221,18 @@ def test_a_process_of_trials_never_collects_what_it_has_imported() -> None:
         "assert {'headway.orchestrator.sweeps.tune.trial', 'torch._dynamo'} <= sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_ray_tune_waits_for_the_workers_of_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray Tune asks its session to finish without waiting; without the private session, nothing changes."""
+    waited: list[float | None] = []
+    session = SimpleNamespace(finish=lambda timeout=None: waited.append(timeout))
+    monkeypatch.setattr(rays_session, "get_session", lambda: session)
+    trial._wait_for_the_end()
+    session.finish(timeout=0)
+    session.finish(timeout=5)
+    assert waited == [60, 5]
+    monkeypatch.setattr(rays_session, "get_session", lambda: None)
+    trial._wait_for_the_end()
+    monkeypatch.delattr(rays_session, "get_session")
+    trial._wait_for_the_end()

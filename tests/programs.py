@@ -24,7 +24,7 @@ class Program:
     Args:
         source: the program, as for `python -c`.
         arguments: its `sys.argv[1:]`.
-        environment: its environment variables, by default those of this process.
+        environment: its environment variables; by default, this process gives its own.
         folder: its current directory, by default that of the repository.
     """
 

@@ -139,7 +139,7 @@ def coerce(value: Any, hint: Any, path: str, build: Build) -> Any:
 
 
 def resolve_scalars(value: Any) -> Any:
-    """Return the output of `parse_yaml` with plain scalars, and those of NumPy, as Python values."""
+    """Return the output of `parse_yaml` with plain scalars and NumPy scalars as Python values."""
     match value:
         case PlainScalar():
             return value.value()

@@ -1,4 +1,4 @@
-"""Values and combinations of a search space, and whether it contains those of another sweep."""
+"""Values and combinations of a search space, and whether it contains the values of another sweep."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = ROOT / "orchestrator/cluster/templates/slurm.sbatch"
+STEPS = 600
 # SLOW makes updates so slow that the first start cannot complete within the limit; a requeued one is fast.
 PROGRAM = """
 import os, time
@@ -45,7 +46,7 @@ class Line(Trainer[TrainerConfig]):
         return nn.functional.mse_loss(self.model(batch[0]), batch[1])
 
 if __name__ == "__main__":
-    config = TrainerConfig(max_steps=int(os.environ.get("STEPS", 3000)), global_batch_size=8, log_every=10)
+    config = TrainerConfig(max_steps=int(os.environ.get("STEPS", 300)), global_batch_size=8, log_every=10)
     result = Line(config, run_dir="runs/digits").fit()
     print("ended:", result.status, flush=True)
 """
@@ -103,7 +104,7 @@ def digest(project: Path) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     ((name, value),) = json.loads(done.stdout)["digests"].items()
-    assert name == "step-00003000"
+    assert name == f"step-{STEPS:08}"
     return str(value)
 
 
@@ -115,7 +116,8 @@ def steps(project: Path) -> list[int]:
 def test_a_job_saves_before_its_limit_and_resumes_after_the_requeue(
     cluster: Slurm, project: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    number = submit(cluster, project, "--time=00:02:00", "--signal=B:USR1@60", SLOW="1")
+    # The first start cannot train 600 steps in its minute; the second, of which a machine may need half to start, can.
+    number = submit(cluster, project, "--time=00:02:00", "--signal=B:USR1@60", SLOW="1", STEPS=str(STEPS))
     job = wait_for(cluster, number, has_ended, project)
     output = (project / f"digits-{number}.out").read_text()
     print(output)
@@ -127,12 +129,12 @@ def test_a_job_saves_before_its_limit_and_resumes_after_the_requeue(
     (undisturbed / "train.py").write_text(PROGRAM)
     subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"],
-        cwd=undisturbed, env={**environment(), "OMP_NUM_THREADS": "1"}, timeout=300, check=True,
+        cwd=undisturbed, env={**environment(), "OMP_NUM_THREADS": "1", "STEPS": str(STEPS)}, timeout=300, check=True,
     )  # fmt: skip
     assert digest(project) == digest(undisturbed)
     logged = steps(project)
     assert logged == sorted(set(logged)), "no update is repeated: the first start has saved when it was stopped"
-    assert logged[-1] == 3000
+    assert logged[-1] == STEPS
 
 
 @pytest.mark.ray

@@ -68,7 +68,9 @@ def driver(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
 
 
 @pytest.mark.ray
@@ -144,7 +146,8 @@ def wait_for(condition: Callable[[], Any], driver: subprocess.Popen[str] | None 
     deadline = time.monotonic() + 200
     while not (found := condition()):
         assert time.monotonic() < deadline
-        assert driver is None or driver.poll() is None, driver.communicate()
+        if driver is not None and driver.poll() is not None:
+            pytest.fail(f"the driver ended with {driver.returncode}:\n{driver.communicate()[0]}")
         time.sleep(0.01)
     return found
 

@@ -221,8 +221,13 @@ class Sweep(RecordedFolder[SweepRecord]):
             return replace(
                 trial, **{name: end[name] for name in ("status", "reason", "error", "metric", "steps") if name in end}
             )
-        if trial.has_ended and run is not None and _is_unfinished(run):
-            return replace(trial, status="interrupted")
+        if run is not None and trial.status in ("stopped", "interrupted"):
+            stop = read_stop_request(run.folder)
+            if stop is not None and stop.reason.startswith((PRUNED, ENDED_EARLY)):
+                # A scheduler may have ended it while Ray Tune was pausing it.
+                return replace(trial, status=stop.status, reason=stop.reason)
+            if stop is not None:
+                return replace(trial, status="interrupted")
         if trial.status == "running" and self.status != "running":
             # It was aborted, and its process may still exist.
             return replace(trial, status="interrupted")
@@ -268,9 +273,3 @@ def _best_of(run: Run, search: Mapping[str, Any]) -> float | None:
     for step, value in metric_by_step(run.folder, metric).items():
         best.update(value, step=step)
     return best.value
-
-
-def _is_unfinished(run: Run) -> bool:
-    """Return whether a run was stopped by a request, other than of the search itself."""
-    stop = read_stop_request(run.folder)
-    return run.record.status == "stopped" and stop is not None and not stop.reason.startswith((PRUNED, ENDED_EARLY))

@@ -125,14 +125,26 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
         """Forward it, unless the trial never reported: Ray's schedulers take the last report for an evaluation."""
         if "evaluations" in result:
             self._of(trial).on_trial_complete(controller, trial, result)
+        # Ray Tune is still pausing it, and calls this, not `on_trial_remove`, if a scheduler ends it meanwhile.
+        if trial.is_saving:
+            self._end_paused(trial)
 
     def on_trial_remove(self, controller: Any, trial: TuneTrial) -> None:
-        """Forward it. A trial that a synchronous scheduler removes while it is paused has ended."""
+        """Forward it."""
         self._of(trial).on_trial_remove(controller, trial)
         if trial.status == TuneTrial.PAUSED:
-            run = Run(self._sweep.folder.path(trial_name(trial)))
-            reason = self._pruned(trial.last_result)
-            retry_storage(lambda: run.update(status="stopped", reason=reason, ended=now()))
+            self._end_paused(trial)
+
+    def _end_paused(self, trial: TuneTrial) -> None:
+        """Record the end of a trial that a synchronous scheduler ends while it is paused.
+
+        Its process may still be saving, and then records that it was interrupted; the request says what it was.
+        """
+        if retry_storage(lambda: read_stop_request(self._sweep.folder)) is not None:
+            return
+        run, reason = Run(self._sweep.folder.path(trial_name(trial))), self._pruned(trial.last_result)
+        retry_storage(lambda: request_stop(run.folder, StopRequest(reason=reason)))
+        retry_storage(lambda: run.update(status="stopped", reason=reason, ended=now()))
 
     def choose_trial_to_run(self, controller: Any) -> TuneTrial | None:
         """Let Ray's scheduler choose; a paused trial only if there is room."""

@@ -39,7 +39,7 @@ from ...train.signals import StopSignals
 from ...train.train_loop import Start
 from ...train.worker import run_attempt
 from ...train.worker_group import make_task, retry_policy, run_worker_group, wait_to_restart
-from ..record import ENDED_EARLY
+from ..record import ENDED_EARLY, PRUNED
 from .reporting import ENDED_BY_TUNE, EventReporter, TuneReporter, check_metric
 
 # For the workers of a trial to save and to end.
@@ -109,6 +109,10 @@ def _train_trial(run: Run, experiment: Experiment, resume: str, task: SweepTask)
         # A checkpoint of another trial contains that trial's best value.
         best = retry_storage(lambda: _best_of_own_evaluations(run, task))
         result = replace(result, best_metric=best.value, best_step=best.step)
+    asked = read_stop_request(run.folder)
+    if result.status == "interrupted" and asked is not None and asked.reason.startswith(PRUNED):
+        # The scheduler has ended it while it was being paused.
+        result = replace(result, status=asked.status, reason=asked.reason)
     close(run, result, display)
     if reporter.has_ended:
         # Ray Tune expects a paused trial's function to end this way.

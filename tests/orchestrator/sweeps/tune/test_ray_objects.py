@@ -225,6 +225,22 @@ def test_pbt_gives_trials_of_several_workers_the_weights_of_others(tmp_path: Pat
     assert first["metrics"]["validation/loss"] == pytest.approx(-expected)
 
 
+@pytest.mark.extended
+def test_synchronous_hyperband_ends_trials_of_several_workers_that_it_has_paused(tmp_path: Path) -> None:
+    climb = Experiment(
+        name="climb", trainer=Climb, config=ClimbConfig(rate=0.1, max_epochs=4),
+        scaling=Scaling(workers=2, cpus_per_worker=0.5), storage=str(tmp_path),
+    )  # fmt: skip
+    scheduler = HyperBandScheduler(time_attr="evaluations", max_t=4, reduction_factor=2)
+    search = Search(space={"config.rate": [0.1, 0.2, 0.3]}, algorithm="grid", scheduler=scheduler, concurrent=2)
+    result = sweep(climb, search)
+    assert result.status == "completed", result.reason
+    assert {trial.status for trial in result.trials} <= {"completed", "stopped"}
+    pruned = [trial for trial in result.trials if trial.reason.startswith("pruned by HyperBandScheduler after ")]
+    assert pruned
+    assert all(trial.last_checkpoint for trial in pruned)
+
+
 def test_synchronous_pbt_is_refused_for_trials_of_several_workers(tmp_path: Path) -> None:
     search = Search(
         space={RATE: LogUniform(1e-3, 1.0)}, trials=2,

@@ -103,12 +103,7 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
         if trial.trial_id in self._stopped:
             # Ray's scheduler expects no more reports of a stopped trial.
             return str(TrialScheduler.CONTINUE)
-        before = {each: each.config for each in self._trials.values()}
-        decision = str(self._of(trial).on_trial_result(controller, trial, result))
-        # Synchronous PBT changes the trials that wait, too.
-        for each, config in before.items():
-            if each.config is not config:
-                self._apply_exploit(each, config)
+        decision = self._decide(controller, trial, result)
         if decision == TrialScheduler.STOP:
             return self._stop(trial, self._pruned(result))
         if self._stopper is not None:
@@ -119,6 +114,16 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
         if decision == TrialScheduler.PAUSE and self._is_async_pbt and len(self._trials) <= self._driver.max_concurrent:
             # PBT pauses to make room for a waiting trial, but all have room.
             return str(TrialScheduler.CONTINUE)
+        return decision
+
+    def _decide(self, controller: Any, trial: TuneTrial, result: dict[str, Any]) -> str:
+        """Return the decision of Ray's scheduler, after applying its changes of trials."""
+        before = {each: each.config for each in self._trials.values()}
+        decision = str(self._of(trial).on_trial_result(controller, trial, result))
+        # Synchronous PBT changes the trials that wait, too.
+        for each, config in before.items():
+            if each.config is not config:
+                self._apply_exploit(each, config)
         return decision
 
     def on_trial_complete(self, controller: Any, trial: TuneTrial, result: dict[str, Any]) -> None:
@@ -152,18 +157,26 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
         if chosen is not None and chosen.status == TuneTrial.PAUSED and not self.has_room():
             return None
         if chosen is None and self.has_all_trials and not self._num_training:
-            self._end_forgotten(controller)
+            return self._end_waiting(controller)
         return chosen
 
-    def _end_forgotten(self, controller: Any) -> None:
-        """End trials that would stay paused forever, unless the sweep is being stopped.
+    def _end_waiting(self, controller: Any) -> TuneTrial | None:
+        """End trials that would stay paused forever, or return one to resume, unless the sweep is being stopped.
 
-        Ray's `HyperBandScheduler` forgets a trial that is still saving when the last one of its bracket ends.
+        Ray's `HyperBandScheduler` forgets a trial that is still saving when the last one of its bracket ends. Its
+        synchronous `PopulationBasedTraining` waits for trials that have ended.
         """
         paused = [trial for trial in self._trials.values() if trial.status == TuneTrial.PAUSED]
-        if paused and retry_storage(lambda: read_stop_request(self._sweep.folder)) is None:
-            for trial in paused:
-                controller.stop_trial(trial)
+        if not paused or retry_storage(lambda: read_stop_request(self._sweep.folder)) is not None:
+            return None
+        if self._is_pbt:
+            # Its last report again: now no other trial is behind.
+            self._decide(controller, paused[0], paused[0].last_result)
+            if (chosen := self._inner[0].choose_trial_to_run(controller)) is not None:
+                return chosen
+        for trial in paused:
+            controller.stop_trial(trial)
+        return None
 
     def debug_string(self) -> str:
         """Return the debug text of Ray's scheduler."""

@@ -17,7 +17,7 @@ from ray.tune.search.optuna import OptunaSearch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from headway.orchestrator import PBT, Experiment, LogUniform, Scaling, Search, Uniform, sweep
+from headway.orchestrator import PBT, Experiment, LogUniform, Retries, Scaling, Search, Uniform, sweep
 from headway.orchestrator.storage.events import read_events
 from headway.orchestrator.storage.folder import Folder
 from headway.trainer import CheckpointConfig, ConfigError, Trainer, TrainerConfig, load_weights
@@ -166,6 +166,34 @@ def test_trials_have_the_number_of_workers_of_their_values(tmp_path: Path) -> No
         assert started["world_size"] == workers
     # Each worker has its own batches, so two take half as many steps.
     assert [trial.steps for trial in result.trials] == [12, 6]
+
+
+class FailsLate(TinyTrainer):
+    """Fails in the second epoch if its learning rate is above 0.5, after the others have come to the end of theirs."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.progress.epoch == 1 and self.config.learning_rate > 0.5:
+            time.sleep(10)
+            raise ValueError("as planned")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.extended
+def test_trials_of_synchronous_pbt_do_not_wait_for_one_that_has_failed(tmp_path: Path) -> None:
+    scheduler = PopulationBasedTraining(
+        time_attr="evaluations", perturbation_interval=2, synch=True, quantile_fraction=0.5,
+        hyperparam_mutations={RATE: tune.loguniform(1e-6, 1e-2)},
+    )  # fmt: skip
+    search = Search(
+        space={RATE: LogUniform(1e-6, 1.0)}, points=[{RATE: 0.9}, {RATE: 1e-2}, {RATE: 1e-6}], trials=3,
+        scheduler=scheduler, concurrent=3,
+    )  # fmt: skip
+    failing = replace(experiment(tmp_path), trainer=FailsLate, retries=Retries(max_errors=0))
+    result = sweep(failing, search)
+    assert [trial.status for trial in result.trials] == ["failed", "completed", "completed"]
+    changes = [event for event in read_events(Folder(result.sweep_dir)) if event["event"] == "trial_changed"]
+    assert changes
+    assert all(Path(change["checkpoint"]).name == "step-00000024" for change in changes[:1])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -127,9 +127,11 @@ class GracefulStopScheduler(NotPickled, TrialScheduler):  # type: ignore[misc]
         return decision
 
     def on_trial_complete(self, controller: Any, trial: TuneTrial, result: dict[str, Any]) -> None:
-        """Forward it, unless the trial never reported: Ray's schedulers take the last report for an evaluation."""
+        """Forward it; one that never reported is removed, because the last report counts as an evaluation."""
         if "evaluations" in result:
             self._of(trial).on_trial_complete(controller, trial, result)
+        else:
+            self._of(trial).on_trial_remove(controller, trial)
         # Ray Tune is still pausing it, and calls this, not `on_trial_remove`, if a scheduler ends it meanwhile.
         if trial.is_saving:
             self._end_paused(trial)

@@ -169,10 +169,12 @@ def test_trials_have_the_number_of_workers_of_their_values(tmp_path: Path) -> No
 
 
 class FailsLate(TinyTrainer):
-    """Fails in the second epoch if its learning rate is above 0.5, after the others have come to the end of theirs."""
+    """Fails in an epoch if its learning rate is above 0.5, after the others have come to the end of theirs."""
+
+    epoch = 1
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.progress.epoch == 1 and self.config.learning_rate > 0.5:
+        if self.progress.epoch == self.epoch and self.config.learning_rate > 0.5:
             time.sleep(10)
             raise ValueError("as planned")
         return super().training_step(batch, batch_idx)
@@ -194,6 +196,28 @@ def test_trials_of_synchronous_pbt_do_not_wait_for_one_that_has_failed(tmp_path:
     changes = [event for event in read_events(Folder(result.sweep_dir)) if event["event"] == "trial_changed"]
     assert changes
     assert all(Path(change["checkpoint"]).name == "step-00000024" for change in changes[:1])
+
+
+class FailsFirst(FailsLate):
+    """Fails before it has reported."""
+
+    epoch = 0
+
+
+@pytest.mark.extended
+def test_trials_of_synchronous_hyperband_do_not_wait_for_one_that_failed_before_its_first_report(
+    tmp_path: Path,
+) -> None:
+    # The first three are a bracket that does not wait.
+    search = Search(
+        space={RATE: [1e-2, 1e-3, 1e-4, 0.9, 1e-5, 1e-6]}, algorithm="grid", concurrent=3,
+        scheduler=HyperBandScheduler(time_attr="evaluations", max_t=4, reduction_factor=2),
+    )  # fmt: skip
+    failing = replace(experiment(tmp_path), trainer=FailsFirst, retries=Retries(max_errors=0))
+    result = sweep(failing, search)
+    assert result.trials[3].status == "failed"
+    # One epoch has 12 steps.
+    assert max(trial.steps for trial in result.trials[4:]) == 48
 
 
 @dataclass(frozen=True, kw_only=True)

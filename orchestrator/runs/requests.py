@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from ..errors import StorageError
 from ..storage.folder import Folder
+from .ownership import RUN_RECORD, lease_taken
 
 _STOP = "stop.json"
 _SCALE_UP = "grow.json"
@@ -24,12 +25,14 @@ class StopRequest:
         status: final status of the run.
         abort: stop immediately, without a checkpoint.
         within_s: grace period in seconds, then stop without a checkpoint; None: unlimited.
+        start: lease of the start that it is for, after which it is void; None: the run's present or next start.
     """
 
     reason: str
     status: _Status = "stopped"
     abort: bool = False
     within_s: float | None = None
+    start: str | None = None
 
 
 def request_stop(folder: Folder, stop: StopRequest) -> None:
@@ -45,7 +48,8 @@ def read_stop_request(folder: Folder) -> StopRequest | None:
     """Return the pending request; None if there is none or it cannot be read now. Callers poll."""
     with contextlib.suppress(StorageError, ValueError, TypeError):
         stop = StopRequest(**json.loads(folder.read(_STOP) or "null"))
-        return stop if stop.status in get_args(_Status) else None
+        is_void = stop.start is not None and lease_taken(folder, stop.start, RUN_RECORD)
+        return stop if stop.status in get_args(_Status) and not is_void else None
     return None
 
 

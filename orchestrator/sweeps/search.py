@@ -293,12 +293,6 @@ class Search:
                 "scaling.evaluation_worker is not supported in sweeps, whose trials are judged by evaluations of their "
                 "own: leave it out"
             )
-        if not scaling.trains_in_trial and self.is_population_based and tune_setting(self.scheduler, "synch", False):
-            # Ray Tune ends the process of a trial that waits before its workers have ended; seen to lose trials.
-            raise ConfigError(
-                f"scheduler={_class_of(self.scheduler)}(synch=True) needs trials of one worker (scaling.workers=1): "
-                "leave synch out to train with several"
-            )
         if self.metric.startswith("train/") and self.pauses:
             raise ConfigError(
                 f"{type(self.scheduler).__name__} decides by evaluations: metric must be a validation/* metric"

@@ -21,6 +21,7 @@ from ...display.console import RunConsole
 from ...runs.metric_history import metric_by_step, metrics_at
 from ...runs.pointer import Pointer, write_pointer
 from ...runs.requests import StopRequest, read_stop_request, request_stop
+from ...runs.run import Run
 from ...storage.events import Event, read_events
 from ...storage.folder import Folder
 
@@ -264,6 +265,8 @@ class EventReporter(RunConsole):
     def __init__(self, reporter: TuneReporter) -> None:
         super().__init__(Console(quiet=True))
         self._reporter = reporter
+        # Ray Tune may have started the trial again in another process before this one requests the stop.
+        self._start = Run(reporter.folder).lease
 
     def event(self, event: Event) -> None:
         """Report an evaluation, once its checkpoint is complete."""
@@ -275,7 +278,7 @@ class EventReporter(RunConsole):
             self._reporter.restored(event["step"])
         folder = self._reporter.folder
         if self._reporter.has_ended and read_stop_request(folder) is None:
-            request_stop(folder, StopRequest(reason=ENDED_BY_TUNE, status="interrupted"))
+            request_stop(folder, StopRequest(reason=ENDED_BY_TUNE, status="interrupted", start=self._start))
 
 
 class SaveEvaluations(Callback):

@@ -26,7 +26,7 @@ from ...display.console import RunConsole
 from ...errors import RunConflictError
 from ...runs.metric_history import metric_by_step
 from ...runs.ownership import own_folder
-from ...runs.requests import clear_stop_request, read_stop_request
+from ...runs.requests import read_stop_request
 from ...runs.result import RunResult
 from ...runs.resume import ResumeOptions
 from ...runs.run import Driver, Run, now
@@ -40,7 +40,7 @@ from ...train.train_loop import Start
 from ...train.worker import run_attempt
 from ...train.worker_group import make_task, retry_policy, run_worker_group, wait_to_restart
 from ..record import ENDED_EARLY, PRUNED
-from .reporting import ENDED_BY_TUNE, EventReporter, TuneReporter, check_metric
+from .reporting import EventReporter, TuneReporter, check_metric
 
 # For the workers of a trial to save and to end.
 _END_S = 60
@@ -83,9 +83,6 @@ def run_trial(config: dict[str, Any], task: SweepTask) -> None:
             status="running", reason="", error=None, started=now(), ended=None, driver=Driver.this(),
             claim=ownership.id,
         )  # fmt: skip
-        # Only now: an earlier process of this trial may still have been ending.
-        if (asked := read_stop_request(run.folder)) is not None and asked.reason == ENDED_BY_TUNE:
-            clear_stop_request(run.folder)
         _train_trial(run, experiment, _resume_from(run, config["resume"]), task)
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from headway.orchestrator import PBT, Experiment, LogUniform, Retries, Scaling, Search, Uniform, sweep
 from headway.orchestrator.storage.events import read_events
 from headway.orchestrator.storage.folder import Folder
-from headway.trainer import CheckpointConfig, ConfigError, Trainer, TrainerConfig, load_weights
+from headway.trainer import CheckpointConfig, Trainer, TrainerConfig, load_weights
 from tests.tiny import TinyConfig, TinyTrainer
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
@@ -247,7 +247,18 @@ class Climb(Trainer[ClimbConfig]):
 
 
 @pytest.mark.extended
-def test_pbt_gives_trials_of_several_workers_the_weights_of_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        PBT(every=2, quantile=0.5),
+        PopulationBasedTraining(
+            time_attr="evaluations", perturbation_interval=6, quantile_fraction=0.5, synch=True,
+            hyperparam_mutations={"config.rate": [0.1, 0.2]},
+        ),
+    ],
+    ids=["asynchronous", "synchronous"],
+)  # fmt: skip
+def test_pbt_gives_trials_of_several_workers_the_weights_of_others(tmp_path: Path, scheduler: Any) -> None:
     climb = Experiment(
         name="climb",
         trainer=Climb,
@@ -259,7 +270,7 @@ def test_pbt_gives_trials_of_several_workers_the_weights_of_others(tmp_path: Pat
         space={"config.rate": LogUniform(1e-3, 1.0)},
         points=[{"config.rate": 0.01}, {"config.rate": 0.1}],
         trials=2,
-        scheduler=PBT(every=2, quantile=0.5),
+        scheduler=scheduler,
     )
     result = sweep(climb, search)
     assert [trial.status for trial in result.trials] == ["completed", "completed"]
@@ -275,6 +286,9 @@ def test_pbt_gives_trials_of_several_workers_the_weights_of_others(tmp_path: Pat
     assert weight == pytest.approx(0.1 * restored["step"])
     expected = weight + change["values"]["config.rate"] * (first["step"] - restored["step"])
     assert first["metrics"]["validation/loss"] == pytest.approx(-expected)
+    if not isinstance(scheduler, PBT):
+        # Each has waited for the other one, so the decision is about the same evaluation of both.
+        assert restored["step"] == 24
 
 
 @pytest.mark.extended
@@ -291,13 +305,3 @@ def test_synchronous_hyperband_ends_trials_of_several_workers_that_it_has_paused
     pruned = [trial for trial in result.trials if trial.reason.startswith("pruned by HyperBandScheduler after ")]
     assert pruned
     assert all(trial.last_checkpoint for trial in pruned)
-
-
-def test_synchronous_pbt_is_refused_for_trials_of_several_workers(tmp_path: Path) -> None:
-    search = Search(
-        space={RATE: LogUniform(1e-3, 1.0)}, trials=2,
-        scheduler=PopulationBasedTraining(synch=True, hyperparam_mutations={RATE: [0.1, 0.2]}),
-    )  # fmt: skip
-    search.check(experiment(tmp_path, max_epochs=1))
-    with pytest.raises(ConfigError, match="needs trials of one worker"):
-        search.check(replace(experiment(tmp_path, max_epochs=1), scaling=Scaling(workers=2)))

@@ -19,6 +19,8 @@ from rich.console import Console
 
 from headway.orchestrator import ASHA, Experiment, LogUniform, Scaling, Search
 from headway.orchestrator.runs.open import open_run, open_sweep
+from headway.orchestrator.runs.ownership import own_folder
+from headway.orchestrator.runs.requests import read_stop_request
 from headway.orchestrator.runs.resume import ResumeOptions
 from headway.orchestrator.runs.run import Run
 from headway.orchestrator.storage.events import EventWriter, read_events
@@ -91,6 +93,23 @@ def test_evaluations_of_a_trial_of_several_workers_are_counted_on_when_it_is_sta
     assert [(each["step"], each["evaluations"]) for each in told] == [
         (10, 1), (20, 2), (30, 3), (30, 3), (40, 4), (50, 5),
     ]  # fmt: skip
+
+
+def test_a_process_that_ray_tune_has_replaced_does_not_stop_its_successor(
+    tmp_path: Path, told: list[dict[str, Any]]
+) -> None:
+    found = experiment(tmp_path)
+    run = open_run(found, take_over=True).run
+    reporter = reporter_of(task_of_a_sweep(tmp_path, found), run)
+    relay = EventReporter(reporter)
+    reporter.has_ended = True
+    relay.event({"event": "heartbeat"})
+    assert (asked := read_stop_request(run.folder)) is not None
+    assert asked.reason == "ended or paused by Ray Tune"
+    with own_folder(run.folder, take_over=True) as successor:
+        run.update(claim=successor.id)
+        relay.event({"event": "heartbeat"})
+        assert read_stop_request(run.folder) is None
 
 
 def test_with_a_metric_of_the_training_its_records_are_counted_and_found_again(
